@@ -1,0 +1,347 @@
+"""Transformer over a canvas: AdaLN-Zero on the noising time, RoPE, and the heads that a `NetSpec` asks for.
+
+The network of the paper's Sec. 5 with a true DiT residual: x + gate * branch(modulate(LN(x))); the authors' code adds
+the branch to the modulated LN(x) instead. It knows neither a family nor a schedule.
+
+    graphdef, params = nnx.split(Transformer(vocab_size=V, spec=spec, ..., rngs=nnx.Rngs(0)), nnx.Param)
+    scores = nnx.merge(graphdef, params)(canvas, t, dropout_keys)  # under plain jax.jit
+
+`params` is the whole state. Blocks are stacked over layers (leading axis num_layers) whatever `scan` is, so that the
+parameters of a scanned and of an unrolled network are the same tree.
+
+Initialisation: kernels lecun_normal (truncated normal, variance 1/fan-in), embeddings normal with variance 1/width,
+LayerNorm scales one. Zero: biases, modulations (so every block starts as the identity when the network sees the time),
+and the last kernel of each head. So the first predictions are uniform, and independent of the time.
+
+Precision: parameters, LayerNorm, modulation, softmax statistics, length and stop heads are float32. `dtype` is that of
+the activations inside blocks and of both factors of the token head, whose sums and results are float32.
+
+Shapes: B batch, S canvas columns, V vocabulary, K length classes 0..L, D width, N heads, H = D/N, C cond_width.
+"""
+
+import dataclasses
+import math
+import operator
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
+
+from dilm_jax.canvas import CLS_COLUMN, Canvas
+
+TIME_FEATURES = 256  # cosines, then sines
+MAX_PERIOD = 1e4  # of the time features, in units of 1/1000 of noising time
+EPSILON = 1e-5  # of every LayerNorm
+UNMODULATED = (0.0, 0.0, 1.0)  # shift, scale, gate
+
+_lecun, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetSpec:
+    """What a process asks of its network.
+
+    Raises:
+      ValueError: for an unknown length head, one without classes, or a vocabulary of which nothing is predictable.
+    """
+
+    causal: bool  # a column attends to itself and the columns before it
+    uses_time: bool
+    append_only: bool  # samplers only ever append tokens: a cache of keys and values stays valid
+    length_head: str | None  # "cls": one length a row, read at CLS; "gap": one per gap
+    num_lengths: int  # K, classes 0..L
+    stop_head: bool  # a logit at CLS
+    predictable: tuple[bool, ...]  # [V]; all other ids have logit −inf
+
+    def __post_init__(self):
+        if self.length_head not in (None, "cls", "gap"):
+            raise ValueError(f"length_head is {self.length_head!r}, expected None, 'cls' or 'gap'")
+        if self.length_head and self.num_lengths < 1:
+            raise ValueError(f"num_lengths is {self.num_lengths}, but a length head needs at least one class")
+        if not any(self.predictable):
+            raise ValueError("no id is predictable: predictable must be True at one id at least")
+
+
+@struct.dataclass
+class Scores:
+    """What the heads say about a canvas, float32. Logits are −inf at ids that are not predictable.
+
+    This is the only place that stores [B, S, V]: losses ask for `lse`, `at` and `outer` alone, so a chunked or fused
+    head would be another class with the same methods. Gradients through all of them are finite, but `at` and `outer`
+    are −inf for an id that is not predictable and NaN outside [0, S) x [0, V): mask such queries with a `where`.
+    """
+
+    logits: Float[Array, "B S V"]
+    length_logits: Float[Array, "B K"] | Float[Array, "B S K"] | None  # one at CLS, or one per gap
+    stop_logits: Float[Array, " B"] | None
+
+    def lse(self) -> Float[Array, "B S"]:
+        """log Σ_w exp s(i, w) for each column i."""
+        return jax.nn.logsumexp(self.logits, axis=-1)
+
+    def at(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
+        """s(gap, token) for each query."""
+        take = jax.vmap(lambda logits, i, w: logits.at[i, w].get(mode="fill", fill_value=jnp.nan))
+        return take(self.logits, gap, token)
+
+    def outer(self, token: Int[Array, "B Q"]) -> Float[Array, "B S Q"]:
+        """s(i, token) for every column i and each query."""
+        return jax.vmap(lambda logits, w: logits.at[:, w].get(mode="fill", fill_value=jnp.nan))(self.logits, token)
+
+    def dense(self) -> Float[Array, "B S V"]:
+        """All of them, for samplers and tests."""
+        return self.logits
+
+
+class Transformer(nnx.Module):
+    """Pre-LN transformer; see the file's docstring.
+
+    `cond_width` is the width of the time embedding and is not used unless `spec.uses_time`; `dropout` is the rate on
+    the output of both branches of a block; `remat` recomputes each block in the backward pass; `scan` compiles one
+    block and loops over it. Neither changes values or parameters.
+
+    Raises:
+      ValueError: for a width that is no multiple of 2 * num_heads (RoPE rotates pairs), a dropout rate outside [0, 1),
+        no layers, no width for the time, or a `predictable` that is not as long as the vocabulary.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        spec: NetSpec,
+        num_layers: int,
+        width: int,
+        num_heads: int,
+        mlp_width: int,
+        cond_width: int,
+        dropout: float,
+        rope_theta: float,
+        dtype: DTypeLike,
+        remat: bool,
+        scan: bool,
+        rngs: nnx.Rngs,
+    ):
+        if width % (2 * num_heads):
+            raise ValueError(f"width {width} must be divisible by 2 x num_heads = {2 * num_heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}, expected a rate in [0, 1)")
+        if num_layers < 1:
+            raise ValueError(f"num_layers is {num_layers}, expected at least 1")
+        if spec.uses_time and cond_width < 1:
+            raise ValueError(f"cond_width is {cond_width}, but a network that uses the time needs at least 1")
+        if len(spec.predictable) != vocab_size:
+            raise ValueError(f"predictable has {len(spec.predictable)} entries, but the vocabulary {vocab_size} ids")
+        self.spec, self.num_layers, self.remat, self.scan = spec, num_layers, remat, scan
+        self.head_width, self.rope_theta, self.dtype = width // num_heads, rope_theta, jnp.dtype(dtype)
+        cond = cond_width if spec.uses_time else None
+
+        def embedding(size):
+            init = nnx.initializers.normal(1 / math.sqrt(width))
+            return nnx.Embed(size, width, dtype=self.dtype, embedding_init=init, rngs=rngs)
+
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap
+        def stack(rngs):
+            return Block(width, num_heads, mlp_width, cond, spec.causal, dropout, self.dtype, rngs=rngs)
+
+        self.embed = nnx.Dict(token=embedding(vocab_size), flags=embedding(4))
+        self.time = _mlp(TIME_FEATURES, cond, cond, jnp.float32, rngs) if cond else None
+        self.blocks = stack(rngs)
+        self.final_norm = AdaLayerNorm(width, cond, rngs=rngs)
+        self.head = nnx.Linear(
+            width,
+            vocab_size,
+            use_bias=False,
+            kernel_init=_zeros,
+            dtype=self.dtype,
+            preferred_element_type=jnp.float32,
+            rngs=rngs,
+        )
+        self.length_head = ResidualHead(width, spec.num_lengths, cond, rngs=rngs) if spec.length_head else None
+        self.stop_head = ResidualHead(width, 1, cond, rngs=rngs) if spec.stop_head else None
+
+    def __call__(
+        self, canvas: Canvas, time: Float[Array, " B"] | None, dropout_keys: Key[Array, " B"] | None = None
+    ) -> Scores:
+        """Scores of every gap of a canvas at noising time `time` in [0, 1].
+
+        `time` is not read unless `spec.uses_time`. Row b drops activations by `dropout_keys[b]` alone; None (or a
+        rate of zero) drops nothing. Columns of segment 0 are PAD: whatever they hold, the others do not see it.
+        """
+        chex.assert_equal_shape([canvas.tokens, canvas.frozen, canvas.open_gap, canvas.position, canvas.segment])
+        cond = self._embed_time(time) if self.spec.uses_time else None
+        x = self._run_blocks(self._embed_canvas(canvas), self._context(canvas, cond), dropout_keys)
+
+        logits = self.head(self.final_norm(x, cond))
+        logits = jnp.where(np.array(self.spec.predictable), logits, -jnp.inf)
+        length_logits = stop_logits = None
+        if self.length_head is not None:
+            at_cls = self.spec.length_head == "cls"
+            length_logits = self.length_head(x[:, CLS_COLUMN] if at_cls else x, cond)
+        if self.stop_head is not None:
+            stop_logits = self.stop_head(x[:, CLS_COLUMN], cond)[..., 0]
+        return Scores(logits=logits, length_logits=length_logits, stop_logits=stop_logits)
+
+    def _embed_time(self, time) -> Float[Array, "B C"]:
+        assert self.time is not None
+        hidden = nnx.silu(self.time["in"](time_features(time)))
+        return nnx.silu(self.time["out"](hidden))
+
+    def _embed_canvas(self, canvas: Canvas) -> Float[Array, "B S D"]:
+        flags = 2 * canvas.frozen.astype(jnp.int32) + canvas.open_gap
+        x = self.embed["token"](canvas.tokens) + self.embed["flags"](flags)
+        return jnp.where((canvas.segment > 0)[..., None], x, 0)  # an id outside the vocabulary embeds as NaN
+
+    def _context(self, canvas: Canvas, cond) -> "Context":
+        cos, sin = rope(canvas.position, self.head_width, self.rope_theta)
+        same = canvas.segment[:, :, None] == canvas.segment[:, None, :]  # PAD sees PAD, so no row is without a key
+        return Context(cond=cond, cos=cos, sin=sin, mask=same[:, None])
+
+    def _run_blocks(self, x, context: "Context", dropout_keys) -> Float[Array, "B S D"]:
+        graphdef, params = nnx.split(self.blocks, nnx.Param)
+
+        def apply(x, layer_and_params):
+            layer, params = layer_and_params
+            return nnx.merge(graphdef, params)(x, context, dropout_keys, layer), None
+
+        if self.remat:
+            apply = jax.checkpoint(apply, prevent_cse=not self.scan)  # inside a scan nothing can be shared anyway
+        layers = (jnp.arange(self.num_layers), params)
+        if self.scan:
+            return jax.lax.scan(apply, x, layers)[0]
+        for i in range(self.num_layers):
+            x, _ = apply(x, jax.tree.map(operator.itemgetter(i), layers))
+        return x
+
+
+@struct.dataclass
+class Context:
+    """What all blocks share; R = H/2."""
+
+    cond: Float[Array, "B C"] | None
+    cos: Float[Array, "B S 1 R"]
+    sin: Float[Array, "B S 1 R"]
+    mask: Bool[Array, "B 1 S S"]  # may a column (third axis) attend to another (fourth)?
+
+
+class Block(nnx.Module):
+    """x + gate * attention(modulate(LN(x))), then the same with an MLP. No modulation where `cond_width` is None."""
+
+    def __init__(self, width, num_heads, mlp_width, cond_width, causal, dropout, dtype, *, rngs):
+        self.num_heads, self.causal, self.dropout, self.dtype = num_heads, causal, dropout, dtype
+        self.modulation = _modulation(cond_width, 6 * width, rngs) if cond_width else None
+        self.attention_norm = AdaLayerNorm(width, None, rngs=rngs)
+        self.attention = nnx.Dict(
+            qkv=_linear(width, 3 * width, dtype, rngs, use_bias=False),
+            out=_linear(width, width, dtype, rngs, use_bias=False),
+        )
+        self.mlp_norm = AdaLayerNorm(width, None, rngs=rngs)
+        self.mlp = _mlp(width, mlp_width, width, dtype, rngs)
+
+    def __call__(self, x, context: Context, dropout_keys, layer) -> Float[Array, "B S D"]:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self._modulate(context.cond)
+        branch = self._attend(modulate(self.attention_norm(x), shift_a, scale_a), context)
+        x = self._add(x, gate_a, drop(branch, self.dropout, dropout_keys, 2 * layer))
+        branch = self.mlp["out"](nnx.relu(self.mlp["in"](modulate(self.mlp_norm(x), shift_m, scale_m))))
+        return self._add(x, gate_m, drop(branch, self.dropout, dropout_keys, 2 * layer + 1))
+
+    def _modulate(self, cond):
+        """Shift, scale and gate of the attention, then of the MLP: six times [B, 1, D]."""
+        if self.modulation is None:
+            return UNMODULATED * 2
+        return jnp.split(self.modulation(cond)[:, None], 6, axis=-1)
+
+    def _add(self, x, gate, branch):
+        return (x + gate * branch.astype(jnp.float32)).astype(self.dtype)
+
+    def _attend(self, x, context: Context):
+        B, S, D = x.shape
+        qkv = self.attention["qkv"](x).reshape(B, S, 3, self.num_heads, D // self.num_heads)
+        q = rotate(qkv[:, :, 0], context.cos, context.sin)
+        k = rotate(qkv[:, :, 1], context.cos, context.sin)
+        mixed = jax.nn.dot_product_attention(q, k, qkv[:, :, 2], mask=context.mask, is_causal=self.causal)
+        return self.attention["out"](mixed.reshape(B, S, D))
+
+
+class AdaLayerNorm(nnx.Module):
+    """float32 LayerNorm without bias; then, given `cond_width`, a shift and a scale that start at the identity."""
+
+    def __init__(self, width: int, cond_width: int | None, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.modulation = _modulation(cond_width, 2 * width, rngs) if cond_width else None
+
+    def __call__(self, x, cond=None):
+        x = x.astype(jnp.float32)
+        x = x - x.mean(-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON) * self.scale
+        if self.modulation is None:
+            return x
+        assert cond is not None
+        shift_scale = self.modulation(cond)
+        if x.ndim == 3:  # a condition a row, hidden states a column
+            shift_scale = shift_scale[:, None]
+        return modulate(x, *jnp.split(shift_scale, 2, axis=-1))
+
+
+class ResidualHead(nnx.Module):
+    """float32 logits of `num_classes` from hidden states: y = AdaLN(x), y + tanh MLP(y), linear."""
+
+    def __init__(self, width: int, num_classes: int, cond_width: int | None, *, rngs: nnx.Rngs):
+        self.norm = AdaLayerNorm(width, cond_width, rngs=rngs)
+        self.mlp = _mlp(width, 2 * width, width, jnp.float32, rngs)
+        self.linear = nnx.Linear(width, num_classes, kernel_init=_zeros, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x, cond):
+        x = self.norm(x, cond)
+        x = x + self.mlp["out"](jnp.tanh(self.mlp["in"](x)))
+        return self.linear(x)
+
+
+def time_features(time: Float[Array, " B"]) -> Float[Array, "B F"]:
+    """cos and sin of 1000 t f, frequencies f from 1 down to 1/MAX_PERIOD (DiT)."""
+    half = TIME_FEATURES // 2
+    frequency = jnp.exp(-math.log(MAX_PERIOD) * jnp.arange(half) / half)
+    angle = 1000 * time.astype(jnp.float32)[:, None] * frequency
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+def rope(position: Int[Array, "B S"], head_width: int, theta: float):
+    """cos and sin of position * theta^(-2i/H), i < H/2: two arrays [B, S, 1, H/2], float32."""
+    frequency = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+    angle = position[..., None, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Float[Array, "B S N H"], cos, sin) -> Float[Array, "B S N H"]:
+    """Rotates the pairs (x_i, x_{i + H/2}) by their column's angles; computed in float32."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def modulate(x, shift, scale):
+    return x * (1 + scale) + shift
+
+
+def drop(x: Float[Array, "B S D"], rate: float, keys: Key[Array, " B"] | None, site: int | Int[Array, ""]):
+    """Dropout whose mask in row b depends on keys[b] and the site alone, not on the neighbours of the row."""
+    if keys is None or rate == 0:
+        return x
+    flat = (x[0].size,)  # two-dimensional draws compile twenty times as slowly
+    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, flat))(keys)
+    return jnp.where(keep.reshape(x.shape), x / (1 - rate), 0)
+
+
+def _linear(fan_in, fan_out, dtype, rngs, use_bias=True):
+    return nnx.Linear(fan_in, fan_out, use_bias=use_bias, kernel_init=_lecun, dtype=dtype, rngs=rngs)
+
+
+def _mlp(fan_in, hidden, fan_out, dtype, rngs):
+    return nnx.Dict({"in": _linear(fan_in, hidden, dtype, rngs), "out": _linear(hidden, fan_out, dtype, rngs)})
+
+
+def _modulation(cond_width, fan_out, rngs):
+    return nnx.Linear(cond_width, fan_out, kernel_init=_zeros, dtype=jnp.float32, rngs=rngs)

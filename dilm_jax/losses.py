@@ -1,0 +1,211 @@
+"""Loss terms of insertion processes (docs/MATH.md 4 and 4a): the only readers of scores in training.
+
+A *kernel* p is the probability of the insertion (gap, token). Inserting w into any gap that touches a run of w's
+gives the same text; the exact term scores the sum over those gaps, the paper's scores one of them (its Remark 2).
+
+Token terms return log p of each dropped token [B, L], 0 elsewhere; length terms return nats [B]; weights are the
+caller's. Everything is float32 and finite for rows with nothing dropped, nothing kept, or no open gap.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas, InsertionTargets
+
+NEG_INF = -jnp.inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Which loss, of those in docs/MATH.md 4.
+
+    Attributes:
+      kernel: "exact" sums over equivalent gaps, "paper" does not.
+      length: "cross_entropy" fits the whole posterior p(l), "poisson_mean" (the paper's) its mean only.
+      weighting: "elbo", "self_normalized" or "normalized".
+      max_weight: bound on the coefficient of "elbo"; the paper clips it at 100. inf leaves it alone.
+      targets: "gather" asks for the scores of the targets; "dense" expands the targets to counts [B, S, V] on
+        device, the readable definition (equal value and gradient).
+    """
+
+    kernel: Literal["exact", "paper"]
+    length: Literal["cross_entropy", "poisson_mean"]
+    weighting: Literal["elbo", "self_normalized", "normalized"]
+    max_weight: float
+    targets: Literal["gather", "dense"]
+
+
+# --- The kernel: log p of (gap, token) -------------------------------------------------------------------------------
+
+
+def log_normalizer(scores: Scores, canvas: Canvas) -> Float[Array, " B"]:
+    """log Σ over open gaps and the vocabulary of exp score: the joint softmax's. 0 in rows without an open gap."""
+    any_open = canvas.open_gap.any(-1)
+    return _safe_logsumexp(jnp.where(canvas.open_gap, scores.lse(), NEG_INF), any_open)
+
+
+def log_token_terms(
+    scores: Scores,
+    gap_offset: Float[Array, "B S"],
+    canvas: Canvas,
+    targets: InsertionTargets,
+    config: LossConfig,
+) -> Float[Array, " B"]:
+    """Σ over dropped tokens of log p(gap, token), where log p = score + gap_offset[gap].
+
+    The offset is minus the joint log-normaliser (one value a row), or for independent gaps minus the gap's own
+    plus the log of its rate.
+    """
+    terms = _TOKEN_TERMS[config.targets]
+    return terms(scores, gap_offset, canvas, targets, exact=config.kernel == "exact")
+
+
+def _gathered(scores, gap_offset, canvas, targets, *, exact):
+    log_p = _at(scores, gap_offset, targets.gap, targets.tokens)
+    if exact:
+        run_log_p = run_sums(scores, gap_offset, canvas)
+        in_run, column = find_run(canvas, targets.gap, targets.tokens)
+        log_p = jnp.where(in_run, jnp.take_along_axis(run_log_p, column, axis=-1), log_p)
+    return jnp.where(targets.dropped, log_p, 0.0).sum(-1)
+
+
+def _dense(scores, gap_offset, canvas, targets, *, exact):
+    logits = scores.dense()
+    log_p = logits + gap_offset[..., None]
+    if exact:
+        run_log_p = run_sums(scores, gap_offset, canvas)
+        link, row = canvas_lib.linked(canvas), jnp.arange(logits.shape[0])[:, None]
+        column = jnp.arange(canvas.num_columns)
+        for gap in (column, column - 1):  # the gaps after and before each column of a run
+            place = jnp.where(link, gap, canvas.num_columns)
+            log_p = log_p.at[row, place, canvas.tokens].set(run_log_p, mode="drop")
+    counts = expand_targets(targets, *logits.shape[1:])
+    return (counts * jnp.where(counts > 0, log_p, 0.0)).sum((-2, -1))
+
+
+_TOKEN_TERMS = {"gather": _gathered, "dense": _dense}
+
+
+def expand_targets(targets: InsertionTargets, num_columns: int, vocab_size: int) -> Float[Array, "B S V"]:
+    """How often each token is missing from each gap: the sparse targets as dense counts, on device."""
+    B = targets.tokens.shape[0]
+    counts = jnp.zeros((B, num_columns, vocab_size))
+    return counts.at[jnp.arange(B)[:, None], targets.gap, targets.tokens].add(targets.dropped.astype(jnp.float32))
+
+
+def run_sums(scores: Scores, gap_offset: Float[Array, "B S"], canvas: Canvas) -> Float[Array, "B S"]:
+    """For each linked column, log of the summed kernel of inserting its token into the gaps of its run.
+
+    A run of w at columns a..b has the gaps a−1..b: the scores s(j, w) for a ≤ j ≤ b, and s(a−1, w) at the run's
+    first column only (docs/MATH.md 4a). 0 at columns that are not linked. O(S).
+    """
+    link, first = canvas_lib.linked(canvas), canvas_lib.run_starts(canvas)
+    column = jnp.broadcast_to(jnp.arange(canvas.num_columns), canvas.tokens.shape)
+    after = jnp.where(link, _at(scores, gap_offset, column, canvas.tokens), NEG_INF)
+    before = jnp.where(first, _at(scores, gap_offset, jnp.maximum(column - 1, 0), canvas.tokens), NEG_INF)
+
+    run = jnp.cumsum(first, axis=-1)  # 1-based; columns outside runs contribute -inf
+    row = jnp.arange(run.shape[0])[:, None]
+    largest = jnp.full(run.shape[:1] + (run.shape[1] + 1,), NEG_INF)
+    largest = largest.at[row, run].max(jax.lax.stop_gradient(jnp.maximum(after, before)))[row, run]
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    summed = jnp.zeros(run.shape[:1] + (run.shape[1] + 1,))
+    summed = summed.at[row, run].add(jnp.exp(after - largest) + jnp.exp(before - largest))[row, run]
+    log_summed = jnp.where(summed > 0, jnp.log(jnp.where(summed > 0, summed, 1.0)), NEG_INF)
+    return jnp.where(link, largest + log_summed, 0.0)
+
+
+def find_run(
+    canvas: Canvas, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]
+) -> tuple[Bool[Array, "B Q"], Int[Array, "B Q"]]:
+    """Whether the insertion (gap, token) touches a run of that token, and a column of that run."""
+    link = canvas_lib.linked(canvas)
+
+    def extends(column):
+        inside = jnp.take_along_axis(link, column, axis=-1)
+        return inside & (jnp.take_along_axis(canvas.tokens, column, axis=-1) == token)
+
+    following = jnp.minimum(gap + 1, canvas.num_columns - 1)
+    left, right = extends(gap), extends(following)
+    return left | right, jnp.where(left, gap, following)
+
+
+def _at(scores, gap_offset, gap, token):
+    return scores.at(gap, token) + jnp.take_along_axis(gap_offset, gap, axis=-1)
+
+
+# --- Length heads ----------------------------------------------------------------------------------------------------
+
+
+def log_length_probs(logits: Float[Array, "*B K"], free_cells: Int[Array, "*B"]) -> Float[Array, "*B K"]:
+    """log p(l), l = 0..K−1, with the l that would not fit masked out."""
+    feasible = jnp.arange(logits.shape[-1]) <= free_cells[..., None]
+    return jax.nn.log_softmax(jnp.where(feasible, logits, NEG_INF), axis=-1)
+
+
+def free_cells(canvas: Canvas, num_lengths: int) -> Int[Array, " B"]:
+    """How many tokens still fit a text of num_lengths − 1 content tokens (whatever the canvas's size)."""
+    return num_lengths - 1 - (canvas.length - canvas_lib.NUM_SPECIAL_COLUMNS)
+
+
+def log_mean(log_p: Float[Array, "*B K"], log_value: Float[Array, "*#B K"]) -> Float[Array, "*B"]:
+    """log E_{l~p}[exp(log_value(l))]; −inf (with zero gradient) where that mean is 0."""
+    terms = log_p + log_value
+    return _safe_logsumexp(terms, jnp.isfinite(terms).any(-1), otherwise=NEG_INF)
+
+
+def length_cross_entropy(log_p: Float[Array, "*B K"], n_left: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """−log p(n_left). Its optimum is the posterior of the length-to-go."""
+    return -jnp.take_along_axis(log_p, n_left[..., None], axis=-1)[..., 0]
+
+
+def poisson_nll(
+    log_rate: Float[Array, "*B"], log_count: Float[Array, "*B"], log_weight: Float[Array, "*B"]
+) -> Float[Array, "*B"]:
+    """weight·(rate − count·log rate), the paper's length term; counts need not be whole numbers.
+
+    Its optimum is rate = E[count]; it fixes no more than that. The weight comes as its log because rate and count
+    may both underflow where their ratio matters (DILM-S on the empty canvas).
+    """
+    count = jnp.exp(log_weight + log_count)
+    return jnp.exp(log_weight + log_rate) - count * jnp.where(count > 0, log_rate, 0.0)
+
+
+# --- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def log_weights(
+    config: LossConfig,
+    log_coefficient: Float[Array, " B"],
+    log_expected: Float[Array, " B"],
+    n_left: Int[Array, " B"],
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Log weights in front of the token and the length term.
+
+    elbo: the bound's coefficient, σ/σ̄ or γ. self_normalized: 1/(expected sum of the token term's unit weights).
+    normalized: 1/(n − m), which is not a function of (t, x_t) and so never stands in front of the length term.
+    Cross-entropy may have any positive function of (t, x_t) in front: 1 except for the bound.
+    """
+    expected = jnp.where(jnp.isfinite(log_expected), jax.lax.stop_gradient(log_expected), 0.0)
+    token = _LOG_WEIGHTS[config.weighting](jnp.minimum(log_coefficient, jnp.log(config.max_weight)), expected, n_left)
+    if config.weighting == "elbo":
+        return token, token
+    return token, jnp.zeros_like(expected) if config.length == "cross_entropy" else -expected
+
+
+_LOG_WEIGHTS = {
+    "elbo": lambda log_coefficient, log_expected, n_left: log_coefficient,
+    "self_normalized": lambda log_coefficient, log_expected, n_left: -log_expected,
+    "normalized": lambda log_coefficient, log_expected, n_left: -jnp.log(jnp.maximum(n_left, 1.0)),
+}
+
+
+def _safe_logsumexp(x, any_finite, otherwise=0.0):
+    """logsumexp over the last axis; `otherwise`, with zero gradient, in rows that hold only −inf."""
+    return jnp.where(any_finite, jax.nn.logsumexp(jnp.where(any_finite[..., None], x, 0.0), axis=-1), otherwise)

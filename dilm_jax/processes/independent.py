@@ -1,0 +1,149 @@
+"""Independent noising, many insertions (DILM-M; Sec. 3.2.2, Cor. 2, Alg. 3; docs/MATH.md 2–4, 6a).
+
+Every token is deleted at rate σ_t, so each is kept with probability ρ_t = e^{−σ̄_t}. In reverse each gap i receives
+tokens at rate γ_t·E[|s_i| | x_t], γ_t = σ_t/(e^{σ̄_t} − 1), their identity from the gap's own softmax.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax import losses
+from dilm_jax.backbone import NetSpec
+from dilm_jax.canvas import InsertionTargets, Vocabulary
+from dilm_jax.losses import LossConfig
+from dilm_jax.sampling import Grid, Insertions, draw_every_gap
+from dilm_jax.schedules import TIME_SAMPLING, Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Independent:
+    """DILM-M for texts of up to `max_length` tokens. See base.Process for what each method must do."""
+
+    vocabulary: Vocabulary
+    max_length: int
+    schedule: Schedule
+    eps: float
+    loss_config: LossConfig
+    time_sampling: str
+
+    @property
+    def spec(self):
+        return NetSpec(
+            causal=False,
+            uses_time=True,
+            append_only=False,
+            length_head="gap",
+            num_lengths=self.max_length + 1,
+            stop_head=False,
+            predictable=tuple(self.vocabulary.ordinary.tolist()),
+        )
+
+    @property
+    def times(self):
+        return TIME_SAMPLING[self.time_sampling](
+            self.schedule, self.eps, lambda total: np.exp(-total) / -np.expm1(-total)
+        )
+
+    def corrupt(self, key, x0, t):
+        """Deletes Binomial(n, 1 − ρ_t) free tokens, which ones uniform."""
+        k_count, k_which = canvas_lib.split_keys(key, 2)
+        n = x0.free.sum(-1)
+        count = jax.vmap(jax.random.binomial)(k_count, n.astype(jnp.float32), self._drop_prob(t))
+        dropped = canvas_lib.choose(k_which, x0.free, count.astype(n.dtype))
+        canvas, gap = canvas_lib.drop_tokens(x0, dropped, self.vocabulary)
+        return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
+
+    def loss(self, scores, canvas, targets):
+        """The token and length terms of docs/MATH.md 4.
+
+        Under the exact kernel the token term is −log of Σ over the run's gaps of Δl_i·p(w|i), relative to the
+        target gap's own Δl: with the length term the bound's, and never above the paper's. Δl is held constant in
+        it when cross-entropy fits the length head: the run sums then have the same optimum.
+        """
+        config, t, n_left = self.loss_config, targets.t, targets.num_dropped
+        log_p_left = self._log_p_left(scores, canvas)
+        log_mean_left = losses.log_mean(log_p_left, self._log_left)  # log Δl_i
+        log_total_left = jax.nn.logsumexp(jnp.where(canvas.open_gap, log_mean_left, -jnp.inf), axis=-1)
+        log_w_token, log_w_length = losses.log_weights(
+            config, jnp.log(self._coefficient(t)), jnp.maximum(log_total_left, 0.0), n_left
+        )
+
+        left = self._count_left(canvas, targets)
+        log_gap_rate = jnp.where(left > 0, log_mean_left, 0.0)
+        if config.length == "cross_entropy":
+            length = losses.length_cross_entropy(log_p_left, left)
+            log_mean_left = jax.lax.stop_gradient(log_mean_left)
+            log_gap_rate = jax.lax.stop_gradient(log_gap_rate)
+            if config.weighting != "elbo":
+                length = length / jnp.maximum(canvas.open_gap.sum(-1, keepdims=True), 1)
+            length = jnp.exp(log_w_length)[:, None] * length
+        else:
+            log_w_gap = jnp.broadcast_to(log_w_length[:, None], left.shape)
+            length = losses.poisson_nll(log_mean_left, jnp.log(left), log_w_gap)
+        length = jnp.where(canvas.open_gap, length, 0.0).sum(-1)
+
+        log_p = losses.log_token_terms(scores, log_mean_left - scores.lse(), canvas, targets, config)
+        token = -jnp.exp(log_w_token) * (log_p - (left * log_gap_rate).sum(-1))
+        return {"loss": token + length, "loss_token": token, "loss_length": length}
+
+    def samplers(self, options):
+        """leap: each gap gets a token with the exact probability that at least one is due in it within the step.
+        euler: Algorithm 3, with probability 1 − exp(−rate·Δt). At most one token a gap a step."""
+
+        def grid(fire, repeat_last):
+            def draw(key, scores, canvas, t, s, filters):
+                k_fire, k_draw = canvas_lib.split_keys(key, 2)
+                probability, due = fire(scores, canvas, t, s)
+                fires = jax.vmap(lambda k: jax.random.uniform(k, probability.shape[1:]))(k_fire) < probability
+                insert, tokens = draw_every_gap(k_draw, scores, canvas, fires, filters)
+                saturated = (canvas.open_gap & (due > 1)).any(-1)
+                return Insertions(insert=insert, tokens=tokens, saturated=saturated)
+
+            return Grid(num_steps=options.num_steps, eps=self.eps, draw=draw, repeat_last=repeat_last)
+
+        def euler(scores, canvas, t, s):
+            rate = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale
+            due = rate * (t - s)[:, None]
+            return -jnp.expm1(-due), due
+
+        return {"leap": grid(self._fire_probability, True), "euler": grid(euler, False)}
+
+    def insertion_rate(self, scores, canvas, t):
+        """λ̂_t(x, i) = γ_t·Δl_i [B, S] of the reverse chain; 0 at closed gaps."""
+        mean_left = jnp.exp(losses.log_mean(self._log_p_left(scores, canvas), self._log_left))
+        return jnp.where(canvas.open_gap, self._coefficient(t)[:, None] * mean_left, 0.0)
+
+    def _fire_probability(self, scores, canvas, t, s):
+        """Per gap P(at least one insertion in (s, t]) = 1 − E_l[(1 − q)^l], q = (ρ_s − ρ_t)/(1 − ρ_t), and the
+        expected number, both [B, S] (docs/MATH.md 6a)."""
+        p_left = jnp.exp(self._log_p_left(scores, canvas))
+        left = jnp.arange(p_left.shape[-1])
+        stays = (self._drop_prob(s) / self._drop_prob(t))[:, None]  # 1 − q: still missing at s
+        none = jnp.where(left > 0, stays[..., None] ** left, 1.0)
+        return (p_left * (1 - none)).sum(-1), (p_left * left).sum(-1) * (1 - stays)
+
+    def _count_left(self, canvas, targets):
+        """|s_i| [B, S]: tokens missing from each gap."""
+        row = jnp.arange(canvas.tokens.shape[0])[:, None]
+        return jnp.zeros(canvas.tokens.shape, jnp.int32).at[row, targets.gap].add(targets.dropped)
+
+    def _log_p_left(self, scores, canvas):
+        """log p_i(l) [B, S, K], l = 0..max_length."""
+        free_cells = losses.free_cells(canvas, self.max_length + 1)
+        return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(free_cells[:, None], canvas.tokens.shape))
+
+    @property
+    def _log_left(self):
+        return jnp.log(jnp.arange(self.max_length + 1.0))
+
+    def _drop_prob(self, t):
+        """1 − ρ_t."""
+        return -jnp.expm1(-self.schedule.total(t))
+
+    def _coefficient(self, t):
+        """γ_t = σ_t·ρ_t/(1 − ρ_t)."""
+        return self.schedule.rate(t) / jnp.expm1(self.schedule.total(t))

@@ -1,0 +1,140 @@
+"""Joint noising, single insertions (DILM-S; Sec. 3.2.1, Cor. 1, Alg. 2; docs/MATH.md 2–4, 6a).
+
+The chain deletes one uniformly chosen token at rate σ_t while any is left, so the number of deletions by time t is
+min(Poisson(σ̄_t), n). In reverse one token is inserted at a time, at rate (σ_t/σ̄_t)·E[n − m | x_t], its gap and
+identity from one softmax over all open gaps and the vocabulary.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax import losses
+from dilm_jax.backbone import NetSpec
+from dilm_jax.canvas import InsertionTargets, Vocabulary
+from dilm_jax.losses import LossConfig
+from dilm_jax.sampling import Grid, Insertions, draw_one_gap
+from dilm_jax.schedules import TIME_SAMPLING, Schedule, concrete_total
+from dilm_jax.special import log_S
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joint:
+    """DILM-S for texts of up to `max_length` tokens. See base.Process for what each method must do."""
+
+    vocabulary: Vocabulary
+    max_length: int
+    schedule: Schedule
+    eps: float
+    loss_config: LossConfig
+    time_sampling: str
+
+    @property
+    def spec(self):
+        return NetSpec(
+            causal=False,
+            uses_time=True,
+            append_only=False,
+            length_head="cls",
+            num_lengths=self.max_length + 1,
+            stop_head=False,
+            predictable=tuple(self.vocabulary.ordinary.tolist()),
+        )
+
+    @property
+    def times(self):
+        return TIME_SAMPLING[self.time_sampling](self.schedule, self.eps, lambda total: 1 / total)
+
+    def corrupt(self, key, x0, t):
+        """Deletes min(Poisson(σ̄_t), n) free tokens, which ones uniform."""
+        k_count, k_which = canvas_lib.split_keys(key, 2)
+        count = jax.vmap(jax.random.poisson)(k_count, self.schedule.total(t))
+        dropped = canvas_lib.choose(k_which, x0.free, jnp.minimum(count, x0.free.sum(-1)))
+        canvas, gap = canvas_lib.drop_tokens(x0, dropped, self.vocabulary)
+        return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
+
+    def loss(self, scores, canvas, targets):
+        """The token and length terms of docs/MATH.md 4; the token term keeps its 1/S̃ under every weighting."""
+        config, t, n_left = self.loss_config, targets.t, targets.num_dropped
+        n, empty = targets.x0.free.sum(-1), canvas.num_free == 0
+        log_s_n = jnp.take_along_axis(self._log_S(t), n[:, None], axis=-1)[:, 0]
+        log_s_n = jnp.where(empty, log_s_n, 0.0)  # log S̃
+
+        log_p_left = self._log_p_left(scores, canvas)
+        log_expected = self._log_expected(log_p_left, canvas, t)
+        log_w_token, log_w_length = losses.log_weights(
+            config,
+            jnp.log(self.schedule.rate(t) / self.schedule.total(t)),
+            jnp.where(empty, log_expected, jnp.maximum(log_expected, 0.0)),
+            n_left,
+        )
+        gap_offset = jnp.broadcast_to(-losses.log_normalizer(scores, canvas)[:, None], canvas.tokens.shape)
+        log_p = losses.log_token_terms(scores, gap_offset, canvas, targets, config)
+        token = -jnp.exp(log_w_token - log_s_n) * log_p
+        if config.length == "cross_entropy":
+            length = jnp.exp(log_w_length) * losses.length_cross_entropy(log_p_left, n_left)
+        else:
+            length = losses.poisson_nll(log_expected, jnp.log(n_left) - log_s_n, log_w_length)
+        return {"loss": token + length, "loss_token": token, "loss_length": length}
+
+    def samplers(self, options):
+        """leap: one insertion with the exact probability that at least one is due within the step.
+        euler: Algorithm 2, with probability rate·Δt."""
+
+        def grid(fire, repeat_last):
+            def draw(key, scores, canvas, t, s, filters):
+                k_fire, k_draw = canvas_lib.split_keys(key, 2)
+                probability, due = fire(scores, canvas, t, s)
+                fires = jax.vmap(jax.random.uniform)(k_fire) < probability
+                insert, tokens = draw_one_gap(k_draw, scores, canvas, fires, filters)
+                return Insertions(insert=insert, tokens=tokens, saturated=due > 1)
+
+            return Grid(num_steps=options.num_steps, eps=self.eps, draw=draw, repeat_last=repeat_last)
+
+        def euler(scores, canvas, t, s):
+            due = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale * (t - s)
+            return due, due
+
+        return {"leap": grid(self._fire_probability, True), "euler": grid(euler, False)}
+
+    def insertion_rate(self, scores, canvas, t):
+        """λ̂_t(x) [B] of the reverse chain: (σ_t/σ̄_t)·E_l[l], at m = 0 (σ_t/σ̄_t)·E_l[l/S(l, σ̄_t)]."""
+        log_expected = self._log_expected(self._log_p_left(scores, canvas), canvas, t)
+        return jnp.exp(log_expected) * self.schedule.rate(t) / self.schedule.total(t)
+
+    def _fire_probability(self, scores, canvas, t, s):
+        """P(at least one insertion in (s, t]) and the expected number (on the empty canvas a bound on it), both [B]
+        (docs/MATH.md 6a, 6b).
+
+        Given l, none happens with probability (σ̄_s/σ̄_t)^l, and on the empty canvas with
+        exp(l·log(σ̄_s/σ̄_t) − (σ̄_s − σ̄_t) + log S(l, σ̄_s) − log S(l, σ̄_t)).
+        """
+        p_left = jnp.exp(self._log_p_left(scores, canvas))
+        left = jnp.arange(p_left.shape[-1])
+        total_t, total_s = self.schedule.total(t)[:, None], self.schedule.total(s)[:, None]
+        log_ratio = jnp.log(total_s / total_t)
+        log_none = jnp.where(left > 0, left * log_ratio, 0.0)
+        log_none_empty = log_none + total_t - total_s + self._log_S(s) - self._log_S(t)
+        log_none_empty = jnp.where(left > 0, log_none_empty, 0.0)
+        log_none = jnp.where((canvas.num_free == 0)[:, None], log_none_empty, log_none)
+        fire = p_left * -jnp.expm1(log_none)
+        share = 1 - total_s / total_t  # of the tokens missing at t, those inserted by s
+        due_empty = fire * (1 + (left - 1) * share)  # the first, and no more than this share of the others
+        due = jnp.where((canvas.num_free == 0)[:, None], due_empty, p_left * left * share)
+        return fire.sum(-1), due.sum(-1)
+
+    def _log_p_left(self, scores, canvas):
+        """log p(l), l = 0..max_length."""
+        num_lengths = self.max_length + 1
+        return losses.log_length_probs(scores.length_logits, losses.free_cells(canvas, num_lengths))
+
+    def _log_expected(self, log_p_left, canvas, t):
+        """log E_l[l], at m = 0 log E_l[l/S(l, σ̄_t)]: the insertion rate over σ_t/σ̄_t."""
+        log_left = jnp.log(jnp.arange(self.max_length + 1.0))
+        empty = (canvas.num_free == 0)[:, None]
+        return losses.log_mean(log_p_left, jnp.where(empty, log_left - self._log_S(t), log_left))
+
+    def _log_S(self, t):
+        return log_S(self.max_length, self.schedule.total(t), concrete_total(self.schedule, 1.0))

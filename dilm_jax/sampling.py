@@ -1,0 +1,251 @@
+"""Generation: one loop, token and gap filters, and the grid samplers (docs/MATH.md 6).
+
+While any row is unfinished the network is called at (canvas, clock) and the sampler advances by one reverse
+move. A sampler knows the family's law of insertions; the loop knows neither family nor network. Row b depends on
+key b and its own canvas alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas
+
+Network = Callable[[Canvas, Float[Array, " B"]], Scores]
+
+
+# --- Filters ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filter:
+    """How to draw from logits, with the semantics of Hugging Face's warpers, applied in this order.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the argmax.
+      top_k: keeps the k largest; 0 keeps all.
+      top_p: keeps the smallest set of largest entries whose probability reaches p, the one that crosses p included.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def __call__(self, logits: Float[Array, "*B N"]) -> Float[Array, "*B N"]:
+        """Logits of the filtered distribution; −inf where it is 0."""
+        logits = logits.astype(jnp.float32)
+        if self.temperature == 0:
+            best = jnp.argmax(logits, axis=-1, keepdims=True)
+            return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            kth = jax.lax.top_k(logits, self.top_k)[0][..., -1:]
+            logits = jnp.where(logits >= kth, logits, -jnp.inf)
+        if self.top_p < 1:
+            ordered = -jnp.sort(-logits, axis=-1)
+            probs = jax.nn.softmax(ordered, axis=-1)
+            before = jnp.cumsum(probs, axis=-1) - probs  # probability of all larger entries
+            smallest = jnp.min(jnp.where(before < self.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+            logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+        return logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filters:
+    """The filters of the gap and of the token."""
+
+    gap: Filter = Filter()
+    token: Filter = Filter()
+
+
+# --- Drawing insertions ----------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Insertions:
+    """One reverse move: `tokens[:, i]` goes into gap i where `insert[:, i]`."""
+
+    insert: Bool[Array, "B S"]
+    tokens: Int[Array, "B S"]
+    saturated: Bool[Array, " B"]  # more insertions were due than this move can make
+
+
+def draw_one_gap(
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, " B"], filters: Filters
+) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
+    """(gap, token) of one insertion a row from the joint softmax: the gap from the logsumexp over tokens, then the
+    token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
+    k_gap, k_token = canvas_lib.split_keys(key, 2)
+    gap_logits = filters.gap(jnp.where(canvas.open_gap, scores.lse(), -jnp.inf))
+    gap = _categorical(k_gap, gap_logits)
+    token_logits = jnp.take_along_axis(scores.dense(), gap[:, None, None], axis=1)[:, 0]
+    token = _categorical(k_token, filters.token(token_logits))
+    insert = (jnp.arange(canvas.num_columns) == gap[:, None]) & (fire & canvas.open_gap.any(-1))[:, None]
+    return insert, jnp.broadcast_to(token[:, None], insert.shape)
+
+
+def draw_every_gap(
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, "B S"], filters: Filters
+) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
+    """A token for each gap that fires, from the gap's own softmax."""
+    return fire & canvas.open_gap, _categorical(key, filters.token(scores.dense()))
+
+
+def _categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[Array, " B *N"]:
+    """Gumbel-argmax. The noise is drawn flat: XLA takes twenty times as long to compile it in two dimensions."""
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, (logits[0].size,), mode="high"))(key)
+    return jnp.argmax(logits + noise.reshape(logits.shape), axis=-1)
+
+
+# --- The loop --------------------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class State:
+    """Where each row is."""
+
+    canvas: Canvas
+    clock: Float[Array, " B"]  # noising time at which the network is called next
+    key: Key[Array, " B"]
+    nfe: Int[Array, " B"]  # network calls made while the row was unfinished
+    saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
+    truncated: Bool[Array, " B"]  # an insertion was left out because the canvas was full
+    done: Bool[Array, " B"]
+    carry: Any  # the sampler's own pytree
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """One way to run a process backwards."""
+
+    def start(self, key: Key[Array, " B"], canvas: Canvas) -> State: ...
+
+    def advance(self, scores: Scores, state: State, filters: Filters) -> State:
+        """One reverse move of every unfinished row."""
+        ...
+
+    def decode(self, canvas: Canvas) -> tuple[Int[Array, "B L"], Int[Array, " B"]]:
+        """The texts: content tokens and their number."""
+        ...
+
+
+def generate(network: Network, sampler: Sampler, key: Key[Array, " B"], canvas: Canvas, filters: Filters) -> State:
+    """Runs the sampler until every row is done. Jittable; shapes are static."""
+
+    def advance(state):
+        return sampler.advance(network(state.canvas, state.clock), state, filters)
+
+    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas))
+
+
+# --- Grid samplers ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """What a family's samplers can be told.
+
+    Attributes:
+      num_steps: steps of the time grid (the paper's MaxSteps).
+      rate_scale: multiplies the insertion rate of "euler". 1 is right; ln(σmax/σmin) reproduces samples of code
+        whose rate is not the derivative of its total noise.
+    """
+
+    num_steps: int
+    rate_scale: float = 1.0
+
+    def __post_init__(self):
+        if self.num_steps < 1:
+            raise ValueError(f"sampling.num_steps must be at least 1, got {self.num_steps}")
+        if not self.rate_scale > 0:
+            raise ValueError(f"sampling.rate_scale must be positive, got {self.rate_scale}")
+
+
+@runtime_checkable
+class DrawStep(Protocol):
+    """The family's law of one step from time t back to s < t (both [B])."""
+
+    def __call__(
+        self,
+        key: Key[Array, " B"],
+        scores: Scores,
+        canvas: Canvas,
+        t: Float[Array, " B"],
+        s: Float[Array, " B"],
+        filters: Filters,
+    ) -> Insertions: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Marches t = 1, 1 − 1/N, …, 0. With `repeat_last` the step that ends at 0 is repeated while it inserts, so
+    that nothing the length head still expects is left out. For t < eps the model is the one at eps.
+
+    A row is done early when the canvas is full or no gap is open.
+    """
+
+    num_steps: int
+    eps: float
+    draw: DrawStep
+    repeat_last: bool
+
+    def start(self, key, canvas):
+        B = canvas.length.shape[0]
+        zeros = jnp.zeros(B, jnp.int32)
+        return State(
+            canvas=canvas,
+            clock=jnp.ones(B, jnp.float32),
+            key=key,
+            nfe=zeros,
+            saturated=zeros,
+            truncated=jnp.zeros(B, bool),
+            done=self._cannot_insert(canvas),
+            carry=zeros,  # the step's index
+        )
+
+    def advance(self, scores, state, filters):
+        step = state.carry
+        t, s = self._time(step), self._time(step + 1)
+        k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 3)
+        drawn = self.draw(k_draw, scores, state.canvas, t, s, filters)
+        insert = drawn.insert & ~state.done[:, None]
+        canvas, truncated = canvas_lib.insert_tokens(k_place, state.canvas, insert, drawn.tokens)
+
+        last = step == self.num_steps - 1
+        finished = last & ~insert.any(-1) if self.repeat_last else last
+        next_step = jnp.where(state.done, step, jnp.minimum(step + 1, self.num_steps - 1))
+        return State(
+            canvas=canvas,
+            clock=jnp.maximum(self._time(next_step), self.eps),
+            key=k_next,
+            nfe=state.nfe + ~state.done,
+            saturated=state.saturated + (drawn.saturated & ~state.done),
+            truncated=state.truncated | truncated,
+            done=state.done | finished | self._cannot_insert(canvas),
+            carry=next_step,
+        )
+
+    def decode(self, canvas):
+        return canvas_lib.content(canvas)
+
+    def _time(self, step):
+        # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.
+        return (self.num_steps - step).astype(jnp.float32) / self.num_steps
+
+    def _cannot_insert(self, canvas):
+        return (canvas.length >= canvas.num_columns) | ~canvas.open_gap.any(-1)

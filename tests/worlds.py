@@ -1,0 +1,290 @@
+"""Enumerable worlds: every short text over two letters, prompts included, and every way noise can act on them.
+
+All truths are float64 and computed from the definitions: single deletions and insertions on Python tuples, the
+Kolmogorov equation of the chain, sums over all masks. Only the array types are those of the code under test.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas, Example, InsertionTargets, Vocabulary, drop_tokens
+from dilm_jax.losses import LossConfig
+from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.schedules import LogLinear
+
+VOCABULARY = Vocabulary(size=7, pad=0, cls=1, bos=2, eos=3, mask=4)
+LETTERS = (5, 6)
+L, V = 3, VOCABULARY.size
+S, K = L + 2, L + 1
+SCHEDULE = LogLinear(sigma_min=0.5, sigma_max=650.0)  # σ̄_1 = 91, whose exponential is not a float32
+EPS = 1e-3
+FAMILIES = ("joint", "independent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text, or what noise left of it. `open_gap[i]` is the gap before token i, the last one the gap at the end."""
+
+    tokens: tuple[int, ...]
+    frozen: tuple[bool, ...]
+    open_gap: tuple[bool, ...]
+
+    @property
+    def free(self) -> list[int]:
+        return [k for k, frozen in enumerate(self.frozen) if not frozen]
+
+
+def plain(tokens) -> Text:
+    return Text(tuple(tokens), (False,) * len(tokens), (True,) * (len(tokens) + 1))
+
+
+def prompted(pattern: list[tuple[int, bool]], open_gap) -> Text:
+    """From (token, frozen) pairs."""
+    return Text(tuple(w for w, _ in pattern), tuple(f for _, f in pattern), tuple(open_gap))
+
+
+def delete(text: Text, k: int) -> Text:
+    """Without token k; the gaps on its sides become one, open if either was."""
+    gap = (text.open_gap[k] or text.open_gap[k + 1],)
+    return Text(
+        text.tokens[:k] + text.tokens[k + 1 :],
+        text.frozen[:k] + text.frozen[k + 1 :],
+        text.open_gap[:k] + gap + text.open_gap[k + 2 :],
+    )
+
+
+def insert(text: Text, i: int, token: int) -> Text:
+    """With a free token in open gap i."""
+    assert text.open_gap[i]
+    return Text(
+        text.tokens[:i] + (token,) + text.tokens[i:],
+        text.frozen[:i] + (False,) + text.frozen[i:],
+        text.open_gap[:i] + (True, True) + text.open_gap[i + 1 :],
+    )
+
+
+def insertions(text: Text) -> list[tuple[int, int]]:
+    """All (open gap, letter)."""
+    return [(i, w) for i, is_open in enumerate(text.open_gap) if is_open for w in LETTERS]
+
+
+@functools.cache
+def equivalent(text: Text, i: int, token: int) -> list[tuple[int, int]]:
+    """The insertions whose result is that of (i, token)."""
+    return [(j, w) for j, w in insertions(text) if insert(text, j, w) == insert(text, i, token)]
+
+
+def rate_and_total(t: float) -> tuple[float, float]:
+    """σ_t and σ̄_t of SCHEDULE in float64."""
+    log_ratio = math.log(SCHEDULE.sigma_max / SCHEDULE.sigma_min)
+    rate = SCHEDULE.sigma_min * math.exp(t * log_ratio)
+    return rate, (rate - SCHEDULE.sigma_min) / log_ratio
+
+
+def series_S(n: int, total: float) -> float:
+    """S(n, σ̄) = Σ_k n!/(n+k)!·σ̄^k, term by term."""
+    term, summed, k = 1.0, 0.0, 0
+    while term > 1e-18 * summed:
+        summed, k = summed + term, k + 1
+        term *= total / (n + k)
+    return summed
+
+
+def mask_prob(family: str, n: int, num_dropped: int, total: float) -> float:
+    """q(one given mask | x0) with n free tokens, of which num_dropped go (docs/MATH.md 2)."""
+    if family == "independent":
+        return (1 - math.exp(-total)) ** num_dropped * math.exp(-total) ** (n - num_dropped)
+    poisson = [math.exp(-total) * total**k / math.factorial(k) for k in range(n)]
+    return (1 - sum(poisson) if num_dropped == n else poisson[num_dropped]) / math.comb(n, num_dropped)
+
+
+DELETION_RATE = {"joint": lambda m: 1 / m, "independent": lambda m: 1.0}  # of one token of m, in units of σ
+
+
+class World:
+    """Texts with a law over them; `states` are all they can be noised to, `pairs` all (text, dropped positions)."""
+
+    def __init__(self, texts: list[Text], seed: int):
+        self.texts = texts
+        self.law = np.random.default_rng(seed).dirichlet(np.full(len(texts), 2.0))
+        self.pairs, self.pair_text, results = [], [], []
+        for index, text in enumerate(texts):
+            for mask in itertools.product([False, True], repeat=len(text.free)):
+                dropped = tuple(itertools.compress(text.free, mask))
+                self.pairs.append((text, dropped))
+                self.pair_text.append(index)
+                results.append(functools.reduce(delete, reversed(dropped), text))
+        self.states = list(dict.fromkeys(results))
+        self.state_index = {state: i for i, state in enumerate(self.states)}
+        self.pair_state = np.array([self.state_index[state] for state in results])
+
+    def pair_probs(self, family: str, total: float) -> np.ndarray:
+        """p(x0)·q(mask | x0) [P]."""
+        masks = [mask_prob(family, len(text.free), len(dropped), total) for text, dropped in self.pairs]
+        return self.law[self.pair_text] * masks
+
+    def generator(self, family: str) -> np.ndarray:
+        """Of the forward chain over states, in units of σ."""
+        generator = np.zeros((len(self.states),) * 2)
+        for x, state in enumerate(self.states):
+            for k in state.free:
+                rate = DELETION_RATE[family](len(state.free))
+                generator[x, self.state_index[delete(state, k)]] += rate
+                generator[x, x] -= rate
+        return generator
+
+    def marginal(self, family: str, total: float) -> np.ndarray:
+        """q_t over states, by integrating the Kolmogorov equation."""
+        start = np.zeros(len(self.states))
+        for text, prob in zip(self.texts, self.law, strict=True):
+            start[self.state_index[text]] += prob
+        return start @ scipy.linalg.expm(total * self.generator(family))
+
+    def reverse_rates(self, family: str, t: float) -> dict[tuple[int, int], float]:
+        """{(x, y): R_t(x → y)} of the time-reversed chain, σ_t·q_t(y)·Q(y → x)/q_t(x)."""
+        rate, total = rate_and_total(t)
+        q, generator = self.marginal(family, total), self.generator(family)
+        edges = np.argwhere(generator - np.diag(np.diag(generator)) > 0)
+        return {(x, y): rate * q[y] * generator[y, x] / q[x] for y, x in edges.tolist()}
+
+    def length_posterior(self, family: str, total: float) -> np.ndarray:
+        """p(n − m | x_t) [N, K]."""
+        counts = np.zeros((len(self.states), K))
+        lengths = [len(dropped) for _, dropped in self.pairs]
+        np.add.at(counts, (self.pair_state, lengths), self.pair_probs(family, total))
+        return counts / counts.sum(-1, keepdims=True)
+
+    def gap_posterior(self, family: str, total: float) -> np.ndarray:
+        """p(|s_i| | x_t) for the gap after each canvas column [N, S, K]."""
+        counts = np.zeros((len(self.states), S, K))
+        column = np.arange(S)
+        for x, pair, prob in zip(self.pair_state, self.pairs, self.pair_probs(family, total), strict=True):
+            counts[x, column, np.bincount([gap for gap, _ in missing(*pair)], minlength=S)] += prob
+        return counts / counts.sum(-1, keepdims=True)
+
+    def kernel(self, family: str, total: float) -> np.ndarray:
+        """The kernel that the paper's token term fits: how often w is missing from gap i, weighted by 1/S̃ (joint;
+        normalised over all gaps and tokens) or not at all (independent; normalised gap by gap) [N, S, V]."""
+        counts = np.zeros((len(self.states), S, V))
+        for x, pair, prob in zip(self.pair_state, self.pairs, self.pair_probs(family, total), strict=True):
+            empties_it = family == "joint" and not self.states[x].free
+            for gap, token in missing(*pair):
+                counts[x, gap, token] += prob / (series_S(len(pair[1]), total) if empties_it else 1)
+        summed = counts.sum((-2, -1) if family == "joint" else -1, keepdims=True)
+        return counts / np.where(summed > 0, summed, 1)
+
+
+def missing(text: Text, dropped: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(canvas column of the gap, token) of each dropped token; the gap at the start is after column 1, BOS."""
+    return [(1 + sum(j not in dropped for j in range(k)), text.tokens[k]) for k in dropped]
+
+
+@functools.cache
+def small_world() -> World:
+    """All texts of up to three letters; answers of up to two after a frozen letter; infills of up to one between two
+    frozen letters; a text that is all frozen, without an open gap."""
+    a = LETTERS[0]
+    words = [word for n in range(L + 1) for word in itertools.product(LETTERS, repeat=n)]
+    free = [[(w, False) for w in word] for word in words]
+    prompts = [prompted([(a, True), *word], [False] + [True] * (len(word) + 1)) for word in free if len(word) < 3]
+    infills = [
+        prompted([(a, True), *word, (a, True)], [False] + [True] * (len(word) + 1) + [False])
+        for word in free
+        if len(word) < 2
+    ]
+    closed = prompted([(w, True) for w in LETTERS], [False] * 3)
+    return World([*map(plain, words), *prompts, *infills, closed], seed=7)
+
+
+# --- Arrays ----------------------------------------------------------------------------------------------------------
+
+
+def to_example(texts: list[Text], max_length: int = L, fill: int = VOCABULARY.pad) -> Example:
+    """`fill` stands after the end of each text."""
+    B = len(texts)
+    tokens, frozen = np.full((B, max_length), fill, np.int32), np.zeros((B, max_length), bool)
+    open_gap = np.zeros((B, max_length + 1), bool)
+    for b, text in enumerate(texts):
+        n = len(text.tokens)
+        tokens[b, :n], frozen[b, :n], open_gap[b, : n + 1] = text.tokens, text.frozen, text.open_gap
+    length = np.array([len(text.tokens) for text in texts], np.int32)
+    return Example(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        frozen=jnp.asarray(frozen),
+        open_gap=jnp.asarray(open_gap),
+        num_bytes=jnp.asarray(np.zeros(B, np.int32)),
+    )
+
+
+def to_text(canvas: Canvas, row: int) -> Text:
+    """What a row of a canvas (of numpy arrays, if there are many) holds."""
+    end = int(canvas.length[row])
+    return Text(
+        tuple(np.asarray(canvas.tokens[row, 2:end]).tolist()),
+        tuple(np.asarray(canvas.frozen[row, 2:end]).tolist()),
+        tuple(np.asarray(canvas.open_gap[row, 1:end]).tolist()),
+    )
+
+
+_drop = jax.jit(lambda x0, dropped: drop_tokens(x0, dropped, VOCABULARY))
+
+
+def corrupted(pairs: list[tuple[Text, tuple[int, ...]]], t: np.ndarray) -> tuple[Canvas, InsertionTargets]:
+    """The canvas and targets of each (text, dropped positions)."""
+    x0 = to_example([text for text, _ in pairs])
+    dropped = np.zeros((len(pairs), L), bool)
+    for b, (_, positions) in enumerate(pairs):
+        dropped[b, list(positions)] = True
+    canvas, gap = _drop(x0, jnp.asarray(dropped))
+    targets = InsertionTargets(
+        tokens=x0.tokens, gap=gap, dropped=jnp.asarray(dropped), x0=x0, t=jnp.asarray(t, jnp.float32)
+    )
+    return canvas, targets
+
+
+def process(family: str, *, max_length: int = L, schedule=SCHEDULE, **loss_options):
+    """A process over VOCABULARY; `loss_options` are LossConfig's."""
+    options = {
+        "kernel": "exact",
+        "length": "cross_entropy",
+        "weighting": "elbo",
+        "max_weight": math.inf,
+        "targets": "gather",
+        **loss_options,
+    }
+    return PROCESSES[family](
+        vocabulary=VOCABULARY,
+        max_length=max_length,
+        schedule=schedule,
+        eps=EPS,
+        loss_config=LossConfig(**options),
+        time_sampling="uniform",
+    )
+
+
+def table_scores(table: dict, index: np.ndarray) -> Scores:
+    """The scores of a network that is a table of logits: one entry for each `index`."""
+    predictable = np.asarray(VOCABULARY.ordinary)
+    return Scores(
+        logits=jnp.where(predictable, table["logits"][index], -jnp.inf),
+        length_logits=jnp.asarray(table["length"][index]),
+        stop_logits=None,
+    )
+
+
+def random_table(family: str, num_entries: int, seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    length_shape = (num_entries, K) if family == "joint" else (num_entries, S, K)
+    return {
+        "logits": scale * rng.normal(size=(num_entries, S, V)).astype(np.float32),
+        "length": scale * rng.normal(size=length_shape).astype(np.float32),
+    }
