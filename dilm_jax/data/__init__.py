@@ -1,0 +1,1 @@
+"""Data: sources of clean examples, and the loader that batches them."""
