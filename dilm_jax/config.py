@@ -1,0 +1,374 @@
+"""Every configuration key, the checks on them, and the parts they describe.
+
+`default_config()` lists the keys with their units; a file in configs/ overrides some. `validate` fails before any
+device work. `build` turns the config into parts; below it nobody reads a ConfigDict.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+from flax import nnx
+
+from dilm_jax.backbone import Transformer
+from dilm_jax.data.star import SPLIT_SIZES, TASKS, StarSource, StarTask
+from dilm_jax.losses import LossConfig
+from dilm_jax.processes.base import Process
+from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.sampling import Filter, Filters, SamplingOptions
+from dilm_jax.schedules import SCHEDULES
+
+# Keys whose change makes a checkpoint another run's: refused on resume.
+FIXED_ON_RESUME = ("model", "process", "data", "seed", "batch_size")
+
+CHOICES = {
+    "data.source": ("star",),
+    "data.difficulty": tuple(TASKS),
+    "process.family": tuple(PROCESSES),
+    "process.schedule.name": tuple(SCHEDULES),
+    "model.dtype": ("float32", "bfloat16"),
+    "loss.kernel": ("exact", "paper"),
+    "loss.length": ("cross_entropy", "poisson_mean"),
+    "loss.weighting": ("elbo", "self_normalized", "normalized"),
+    "loss.targets": ("gather", "dense"),
+    "loss.time_sampling": ("uniform", "importance"),
+    "optim.schedule": ("constant", "cosine"),
+    "train.matmul_precision": ("default", "highest"),
+    "sampling.sampler": ("leap", "euler"),
+}
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """All keys at their defaults, locked."""
+    config = ml_collections.ConfigDict()
+    config.seed = 0  # of parameters, noise, dropout and the order of the data
+    config.batch_size = 64  # examples a step, over all hosts, devices and micro-batches
+    config.num_steps = 80_000  # optimizer steps
+
+    config.data = ml_collections.ConfigDict()
+    config.data.source = "star"
+    config.data.difficulty = "easy"
+    config.data.seed = 0  # of the graphs themselves
+
+    config.model = ml_collections.ConfigDict()
+    config.model.num_layers = 12
+    config.model.width = 768
+    config.model.num_heads = 12
+    config.model.mlp_width = 3072
+    config.model.cond_width = 384  # of the time embedding
+    config.model.dropout = 0.1  # rate
+    config.model.rope_theta = 1e4
+    config.model.dtype = "bfloat16"  # of the activations inside blocks
+    config.model.remat = False  # recompute each block in the backward pass
+    config.model.scan = True  # compile one block and loop over it
+
+    config.process = ml_collections.ConfigDict()
+    config.process.family = "joint"
+    config.process.eps = 1e-3  # smallest noising time that training draws
+    config.process.schedule = ml_collections.ConfigDict()
+    config.process.schedule.name = "log_linear"
+    config.process.schedule.sigma_min = 3.0  # deletion rate at t = 0, per unit of noising time
+    config.process.schedule.sigma_max = 30.0  # at t = 1
+
+    config.loss = ml_collections.ConfigDict()
+    config.loss.kernel = "exact"
+    config.loss.length = "cross_entropy"
+    config.loss.weighting = "self_normalized"
+    config.loss.max_weight = math.inf  # clips the coefficient of weighting "elbo"
+    config.loss.targets = "gather"
+    config.loss.time_sampling = "uniform"
+
+    config.optim = ml_collections.ConfigDict()
+    config.optim.learning_rate = 1e-4
+    config.optim.schedule = "constant"
+    config.optim.warmup_steps = 500
+    config.optim.cosine_cycles = 1.0  # full periods of the cosine from the end of warm-up to num_steps, half = decay
+    config.optim.floor = 0.0  # smallest learning rate of the cosine
+    config.optim.weight_decay = 0.01  # on matrices only
+    config.optim.beta1 = 0.9
+    config.optim.beta2 = 0.999
+    config.optim.adam_eps = 1e-8
+    config.optim.clip_norm = 1.0  # of the global gradient
+    config.optim.ema_decay = 0.9999  # of the averaged parameters that evaluation uses
+
+    config.train = ml_collections.ConfigDict()
+    config.train.micro_batches = 1  # gradient accumulation: parts of a batch
+    config.train.log_every = 100  # steps
+    config.train.eval_every = 2_000
+    config.train.checkpoint_every = 2_000
+    config.train.keep_checkpoints = 2
+    config.train.matmul_precision = "default"
+
+    config.mesh = ml_collections.ConfigDict()
+    config.mesh.data = -1  # devices along each axis; -1: all that the others leave
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
+
+    config.sampling = ml_collections.ConfigDict()
+    config.sampling.sampler = "leap"
+    config.sampling.num_steps = 200  # of the time grid
+    config.sampling.rate_scale = 1.0  # multiplies the rate of "euler"
+    config.sampling.temperature = 0.0  # of the token; 0 is greedy
+    config.sampling.top_k = 0  # 0 is off
+    config.sampling.top_p = 1.0
+    config.sampling.gap_temperature = 0.0
+    config.sampling.gap_top_k = 0
+    config.sampling.gap_top_p = 1.0
+
+    config.eval = ml_collections.ConfigDict()
+    config.eval.num_valid = 100  # examples of the periodic evaluation
+    config.eval.num_test = 5_000  # examples of the evaluation after training
+    config.eval.batch_size = 100  # examples sampled at once
+    return config.lock()
+
+
+def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
+    """Raises ValueError, naming the value and the fix, for a config that cannot run on `num_devices` devices."""
+    for key in CHOICES:
+        _check_choice(config, key)
+    for key in _POSITIVE:
+        if not _get(config, key) > 0:
+            raise ValueError(f"config.{key} must be positive, got {_get(config, key)}")
+    for key in _NOT_NEGATIVE:
+        if not _get(config, key) >= 0:
+            raise ValueError(f"config.{key} must not be negative, got {_get(config, key)}")
+    if not config.seed < 2**32:
+        raise ValueError(f"config.seed must be below 2^32, got {config.seed}")
+    if not 0 < config.process.eps < 1:
+        raise ValueError(f"config.process.eps must be in (0, 1), got {config.process.eps}")
+    for key in ("optim.ema_decay", "optim.beta1", "optim.beta2"):
+        if not 0 <= _get(config, key) < 1:
+            raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")
+    validate_sampling(config)
+    for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
+        if _get(config, key) > SPLIT_SIZES[split]:
+            raise ValueError(
+                f"config.{key} is {_get(config, key)}, but the {split} split has {SPLIT_SIZES[split]} examples"
+            )
+    axes = mesh_shape(config, num_devices)
+    shards, parts = axes["data"] * axes["fsdp"], config.train.micro_batches
+    if config.batch_size % (shards * parts):
+        raise ValueError(
+            f"config.batch_size {config.batch_size} must be divisible by {shards} devices (data × fsdp) × {parts} "
+            "micro-batches"
+        )
+    if config.eval.batch_size % shards:
+        raise ValueError(
+            f"config.eval.batch_size {config.eval.batch_size} must be divisible by {shards} devices (data × fsdp)"
+        )
+
+
+def validate_sampling(config: ml_collections.ConfigDict) -> None:
+    """The part of `validate` that a command which overrides config.sampling repeats."""
+    _check_choice(config, "sampling.sampler")
+    if config.sampling.sampler == "leap" and config.loss.length == "poisson_mean":
+        raise ValueError(
+            "config.sampling.sampler='leap' reads the length posterior, of which loss.length='poisson_mean' fits the "
+            "mean only; use sampling.sampler='euler' or loss.length='cross_entropy'"
+        )
+
+
+def _check_choice(config: ml_collections.ConfigDict, key: str) -> None:
+    value, choices = _get(config, key), CHOICES[key]
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"config.{key} is {value!r}, expected one of {', '.join(choices)}{hint}")
+
+
+_POSITIVE = (
+    "batch_size",
+    "num_steps",
+    "model.num_layers",
+    "model.width",
+    "model.num_heads",
+    "model.mlp_width",
+    "model.cond_width",
+    "model.rope_theta",
+    "loss.max_weight",
+    "optim.learning_rate",
+    "optim.clip_norm",
+    "optim.cosine_cycles",
+    "train.micro_batches",
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "eval.num_valid",
+    "eval.num_test",
+    "eval.batch_size",
+)
+_NOT_NEGATIVE = ("seed", "data.seed", "optim.warmup_steps", "optim.floor", "optim.weight_decay", "optim.adam_eps")
+
+
+def mesh_shape(config: ml_collections.ConfigDict, num_devices: int) -> dict[str, int]:
+    """Devices along each mesh axis. Raises ValueError where they do not multiply to `num_devices`."""
+    axes = {name: config.mesh[name] for name in ("data", "fsdp", "tensor")}
+    if any(size < 1 and size != -1 for size in axes.values()):
+        raise ValueError(f"config.mesh sizes must be positive or -1, got {axes}")
+    unknown = [name for name, size in axes.items() if size == -1]
+    if len(unknown) > 1:
+        raise ValueError(f"only one of config.mesh may be -1, got {axes}")
+    known = math.prod(size for size in axes.values() if size != -1)
+    if unknown:
+        axes[unknown[0]] = num_devices // known
+    if math.prod(axes.values()) != num_devices:
+        raise ValueError(f"config.mesh {dict(config.mesh)} does not fit {num_devices} devices")
+    return axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a config describes."""
+
+    task: StarTask
+    process: Process
+    sources: dict[str, StarSource]
+    sampler: str  # a key of process.samplers(sampling)
+    sampling: SamplingOptions
+    filters: Filters
+    model: dict[str, Any]  # constructor arguments of the Transformer
+
+    def init_network(self, seed: int) -> Transformer:
+        return Transformer(
+            vocab_size=self.process.vocabulary.size, spec=self.process.spec, **self.model, rngs=nnx.Rngs(seed)
+        )
+
+
+def build(config: ml_collections.ConfigDict) -> Parts:
+    """The parts of a validated config."""
+    task = TASKS[config.data.difficulty]
+    schedule = dict(config.process.schedule)
+    process = PROCESSES[config.process.family](
+        vocabulary=task.vocabulary,
+        max_length=task.max_length,
+        schedule=SCHEDULES[schedule.pop("name")](**schedule),
+        eps=config.process.eps,
+        loss_config=LossConfig(**{k: v for k, v in config.loss.items() if k != "time_sampling"}),
+        time_sampling=config.loss.time_sampling,
+    )
+    return Parts(
+        task=task,
+        process=process,
+        sources={
+            split: StarSource(task=task, split=split, seed=config.data.seed) for split in ("train", "valid", "test")
+        },
+        sampler=config.sampling.sampler,
+        sampling=SamplingOptions(num_steps=config.sampling.num_steps, rate_scale=config.sampling.rate_scale),
+        filters=Filters(
+            token=Filter(
+                temperature=config.sampling.temperature, top_k=config.sampling.top_k, top_p=config.sampling.top_p
+            ),
+            gap=Filter(
+                temperature=config.sampling.gap_temperature,
+                top_k=config.sampling.gap_top_k,
+                top_p=config.sampling.gap_top_p,
+            ),
+        ),
+        model=dict(config.model),
+    )
+
+
+def from_json(tree: dict[str, Any]) -> ml_collections.ConfigDict:
+    """The config that `to_json` wrote, with its types. Raises ValueError for a key that does not exist."""
+    config = default_config()
+    for key, value in flatten(tree).items():
+        if key not in flatten(config):
+            raise ValueError(f"unknown config key {key}; did you mean {nearest_key(config, key)}?")
+        config.update_from_flattened_dict({key: value})
+    return config
+
+
+def nearest_key(config: ml_collections.ConfigDict, key: str) -> str:
+    """The valid dotted key that looks most like `key`, which may be a last name only."""
+    keys = {name if "." in key else name.split(".")[-1]: name for name in flatten(config)}
+    return keys[difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]]
+
+
+def flatten(config: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """The leaves by dotted key."""
+    leaves = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping | ml_collections.ConfigDict):
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def _get(config: ml_collections.ConfigDict, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = config[name]
+    return config
+
+
+# --- Variants of a config file ---------------------------------------------------------------------------------------
+
+SMOKE = {
+    "batch_size": 8,
+    "num_steps": 4,
+    "model.num_layers": 2,
+    "model.width": 32,
+    "model.num_heads": 2,
+    "model.mlp_width": 64,
+    "model.cond_width": 16,
+    "model.dtype": "float32",
+    "optim.warmup_steps": 1,
+    "train.log_every": 1,
+    "train.eval_every": 2,
+    "train.checkpoint_every": 2,
+    "train.micro_batches": 1,
+    "sampling.num_steps": 4,
+    "eval.num_valid": 8,
+    "eval.num_test": 8,
+    "eval.batch_size": 8,
+}
+
+# One small GPU, or a CPU and patience.
+SMALL = {
+    "num_steps": 20_000,
+    "model.num_layers": 4,
+    "model.width": 128,
+    "model.num_heads": 4,
+    "model.mlp_width": 512,
+    "model.cond_width": 128,
+    "model.dropout": 0.0,
+    "model.dtype": "float32",
+    "optim.learning_rate": 1e-3,
+    "optim.schedule": "cosine",
+    "optim.cosine_cycles": 0.5,
+    "optim.ema_decay": 0.999,
+    "train.eval_every": 500,
+    "train.checkpoint_every": 500,
+    "sampling.num_steps": 64,
+}
+
+# The paper's star graphs to the letter, its schedule aside, which each config adds. Network, optimizer and greedy
+# decoding are the defaults of every star config; warm-up follows the paper's table (the released code ignores it).
+STAR_PAPER = {
+    "loss.kernel": "paper",
+    "loss.length": "poisson_mean",
+    "loss.weighting": "elbo",
+    "loss.max_weight": 100.0,
+    "loss.time_sampling": "uniform",
+    "sampling.sampler": "euler",
+    "sampling.num_steps": 200,
+}
+
+
+def select(
+    config: ml_collections.ConfigDict, variant: str | None, **variants: dict[str, Any]
+) -> ml_collections.ConfigDict:
+    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`, which ends in seconds.
+
+    Raises:
+      ValueError: for a variant that the config does not have.
+    """
+    variants = {"smoke": SMOKE, **variants}
+    if variant and variant not in variants:
+        raise ValueError(f"unknown variant :{variant}; this config has {', '.join(f':{name}' for name in variants)}")
+    config.update_from_flattened_dict(variants[variant] if variant else {})
+    return config

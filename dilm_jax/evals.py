@@ -1,0 +1,177 @@
+"""The task's evaluation: complete the prompts of a split, compare with the answers, count network calls."""
+
+import functools
+import json
+import pathlib
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx, struct
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Bool, Int
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax import sampling, sharding
+from dilm_jax.canvas import Example
+from dilm_jax.config import Parts
+from dilm_jax.data import loader, star
+
+
+@struct.dataclass
+class Samples:
+    """Generated texts, prompt included, with what they cost."""
+
+    tokens: Int[Array, "B L"]
+    length: Int[Array, " B"]
+    nfe: Int[Array, " B"]  # network calls
+    saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
+    truncated: Bool[Array, " B"]  # an insertion was left out: the canvas was full
+
+
+def network(parts: Parts) -> Callable:
+    """(params by name, canvas, time, dropout keys or None) → Scores."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: parts.init_network(0)), nnx.Param)
+
+    def apply(params, canvas, time, dropout_keys=None):
+        full = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(full, params)
+        return nnx.merge(graphdef, full)(canvas, time, dropout_keys)
+
+    return apply
+
+
+def abstract_params(parts: Parts, mesh):
+    """Shapes, types and places of the parameters by name."""
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: parts.init_network(0)), nnx.Param))
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        params,
+        sharding.param_shardings(params, mesh),
+    )
+
+
+def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
+    """Jitted (params, examples, seed [B], index [B]) → Samples: deletes what is free and generates it anew.
+
+    Row b depends on (seed[b], index[b]) and its own prompt alone.
+    """
+    sampler = parts.process.samplers(parts.sampling)[parts.sampler]
+    apply = network(parts)
+    rows = sharding.batch_sharding(mesh)
+
+    @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
+    def sample(params, x0: Example, seed, index) -> Samples:
+        key = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seed, index)
+        prompt, _ = canvas_lib.drop_tokens(x0, x0.free, parts.process.vocabulary)
+        state = sampling.generate(functools.partial(apply, params), sampler, key, prompt, parts.filters)
+        tokens, length = sampler.decode(state.canvas)
+        return Samples(tokens, length, state.nfe, state.saturated, state.truncated)
+
+    return sample
+
+
+class Evaluator:
+    """Evaluates a split; the batch size is a matter of memory only."""
+
+    def __init__(self, parts: Parts, mesh, batch_size: int):
+        self._parts, self._mesh, self._batch_size = parts, mesh, batch_size
+        self._sample = make_sampler(parts, mesh)
+
+    def __call__(
+        self, params, split: str, num_examples: int | None, seed: int
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Means over the first `num_examples` (None: all) of the split, by metric; and one dict a sample.
+
+        Raises ValueError for an unknown split, or more examples than it has.
+        """
+        if split not in self._parts.sources:
+            raise ValueError(f"unknown split {split!r}; choose one of {', '.join(self._parts.sources)}")
+        batches = loader.eval_batches(self._parts.sources[split], self._batch_size, num_examples)
+        rows = loader.local_rows(self._batch_size, jax.process_index(), jax.process_count())
+        samples = []
+        for step in range(len(batches)):
+            reference = Example(**batches.batch(step))
+            index = np.arange(self._batch_size) + step * self._batch_size
+            local = jax.tree.map(lambda x: x[rows], (reference, np.full(index.shape, seed, np.uint32), index))
+            inputs = sharding.put_batch(local, self._mesh, self._batch_size)
+            drawn = multihost_utils.process_allgather(self._sample(params, *inputs), tiled=True)
+            scores = star.score(reference, drawn.tokens, drawn.length)
+            for b in np.flatnonzero(batches.weight(step)):
+                samples.append(describe_sample(reference, drawn, scores, int(b), len(samples)))
+        results = {f"eval/{name}": float(np.mean([row[name] for row in samples])) for name in _AVERAGED}
+        return results, samples
+
+
+_AVERAGED = ("exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated")
+
+
+def describe_sample(reference: Example, drawn: Samples, scores: Mapping[str, np.ndarray], b: int, index: int) -> dict:
+    prompt_length = int(reference.frozen[b].sum())
+    ids = reference.tokens[b, : int(reference.length[b])].tolist()
+    generated = drawn.tokens[b, prompt_length : int(drawn.length[b])].tolist()
+    return {
+        "index": index,
+        "prompt": star.format_prompt(ids[:prompt_length]),
+        "answer": star.format_path(ids[prompt_length:]),
+        "generated": star.format_path(generated),
+        **{name: float(value[b]) for name, value in scores.items()},
+        "nfe": int(drawn.nfe[b]),
+        "saturated": int(drawn.saturated[b]),
+        "truncated": bool(drawn.truncated[b]),
+    }
+
+
+def write_samples(path: pathlib.Path, samples: list[dict[str, Any]]) -> None:
+    """One JSON object a line; only the first process writes."""
+    if jax.process_index() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in samples))
+
+
+def card(parts: Parts, results: Mapping[str, float], *, split: str, num: int, checkpoint: int) -> dict[str, Any]:
+    """The content of eval.json: how the numbers were obtained, then the numbers."""
+    gap, token = parts.filters.gap, parts.filters.token
+    return {
+        "split": split,
+        "n": num,
+        "protocol": f"star_{parts.task.name}: complete the prompt, compare the whole answer; EMA parameters",
+        "sampler": f"{parts.sampler}, {parts.sampling.num_steps} steps, gap {describe_filter(gap)}, token "
+        f"{describe_filter(token)}",
+        "checkpoint": checkpoint,
+        "commit": commit(),
+        **results,
+    }
+
+
+def describe_filter(filter: sampling.Filter) -> str:
+    if filter.temperature == 0:
+        return "greedy"
+    return f"temperature {filter.temperature:g} top-k {filter.top_k} top-p {filter.top_p:g}"
+
+
+def commit() -> str:
+    """The commit of this code, with "-dirty" if it was changed since; "unknown" outside a checkout."""
+    here = pathlib.Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_card(directory: pathlib.Path, results: Mapping[str, Any]) -> None:
+    (directory / "eval.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def format_card(results: Mapping[str, Any]) -> str:
+    """The card as a table, a line a row."""
+    width = max(map(len, results))
+    rows = (
+        f"{name:<{width}}  {value:.4f}" if isinstance(value, float) else f"{name:<{width}}  {value}"
+        for name, value in results.items()
+    )
+    return "\n".join(rows)

@@ -1,0 +1,47 @@
+"""Trains: `python -m dilm_jax.main --config=configs/star_tiny_joint.py[:variant] [--workdir=DIR] [--config.a.b=v]`."""
+
+import os
+import pathlib
+
+# Before jax is imported: its messages of level INFO and WARNING are not for users.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from absl import flags
+from ml_collections import config_flags
+
+from dilm_jax import cli
+from dilm_jax.train import train
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an optional :variant.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config>[-<variant>] unless given.")
+_INIT_FROM = flags.DEFINE_string("init_from", None, "Start from the parameters of the run in this workdir.")
+
+
+def main() -> None:
+    train(load_config(), _WORKDIR.value or default_workdir(), _INIT_FROM.value)
+
+
+def load_config():
+    """The config that the flags describe. Raises ValueError if there is none."""
+    if not flags.FLAGS["config"].present:
+        raise ValueError("--config is missing, e.g. --config=configs/star_tiny_joint.py")
+    path, _ = config_file()
+    if not path.is_file():
+        raise ValueError(f"--config: no file {path}; configs/ has them")
+    return _CONFIG.value
+
+
+def config_file() -> tuple[pathlib.Path, str]:
+    """File and variant of --config=FILE[:variant]."""
+    path, _, variant = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    return pathlib.Path(path), variant
+
+
+def default_workdir() -> str:
+    """runs/X[-variant] for --config=configs/X.py[:variant]."""
+    path, variant = config_file()
+    return os.path.join("runs", path.stem + (f"-{variant}" if variant else ""))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,97 @@
+"""The device mesh and where each array lives on it.
+
+Axes: `data` and `fsdp` share the batch, `fsdp` also the parameters, `tensor` the width of attention and MLP.
+"""
+
+import re
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+BATCH_AXES = ("data", "fsdp")
+
+# First match wins; specs are for the trailing axes (stacked blocks have a leading layer axis, never sharded).
+RULES = (
+    (r"embed.*embedding$", P("tensor", "fsdp")),
+    (r"attention.*qkv.*kernel$", P("fsdp", "tensor")),
+    (r"attention.*out.*kernel$", P("tensor", "fsdp")),
+    (r"mlp.*in.*kernel$", P("fsdp", "tensor")),
+    (r"mlp.*out.*kernel$", P("tensor", "fsdp")),
+    (r"mlp.*in.*bias$", P("tensor")),
+    (r"modulation.*kernel$", P("fsdp", None)),  # its output is split into parts, which would not match the shards
+    (r"(head|linear|time).*kernel$", P("fsdp", "tensor")),
+    (r"(bias|scale)$", P()),
+)
+
+
+def make_mesh(axes: dict[str, int]) -> Mesh:
+    """A mesh over all devices. `axes` maps names to sizes, in order."""
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows split over data and fsdp."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def num_shards(mesh: Mesh) -> int:
+    """Parts that a batch is split into."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def param_shardings(params, mesh: Mesh):
+    """A sharding for each parameter, by the first rule whose pattern its path contains. An axis that does not divide
+    a dimension is left out there, and logged.
+
+    Raises:
+      ValueError: if no rule fits.
+    """
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
+        if spec is None:
+            raise ValueError(f"no sharding rule fits parameter {name} {leaf.shape}; add one to sharding.RULES")
+        dims = (None,) * (leaf.ndim - len(spec)) + tuple(spec)
+        divides = [axis is None or size % mesh.shape[axis] == 0 for axis, size in zip(dims, leaf.shape, strict=True)]
+        fits = tuple(axis if ok else None for axis, ok in zip(dims, divides, strict=True))
+        if fits != dims:
+            logging.info(
+                "%s %s: %s does not divide evenly over %s, kept as %s", name, leaf.shape, dims, mesh.shape, fits
+            )
+        return NamedSharding(mesh, P(*fits))
+
+    return jax.tree.map_with_path(place, params)
+
+
+def state_shardings(state, params, mesh: Mesh):
+    """Shardings of a training state: subtrees shaped like the parameters live where the parameters live (EMA and
+    optimizer moments), all else is replicated."""
+    structure = jax.tree.structure(params)
+    shardings = param_shardings(params, mesh)
+
+    def like_params(subtree):
+        return jax.tree.structure(subtree) == structure
+
+    def place(subtree):
+        return shardings if like_params(subtree) else replicated(mesh)
+
+    return jax.tree.map(place, state, is_leaf=like_params)
+
+
+def put_batch(batch, mesh: Mesh, global_rows: int):
+    """Global arrays from this process's rows of the batch (numpy, leading axis)."""
+    sharding = batch_sharding(mesh)
+
+    def put(local):
+        local = np.asarray(local)
+        return jax.make_array_from_process_local_data(sharding, local, (global_rows, *local.shape[1:]))
+
+    return jax.tree.map(put, batch)

@@ -1,0 +1,345 @@
+"""Training: one jitted, donated step over a mesh, and the loop around it.
+
+Noise depends on (seed, step, example's place in the global batch) alone: not on hosts, devices, mesh or
+micro-batches. Everything a step needs is in (state, batch of that step), so resuming is restoring the state.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from flax import nnx, struct
+from jax.sharding import PartitionSpec as P
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax import config as config_lib
+from dilm_jax import evals, optim, schedules, sharding
+from dilm_jax.canvas import Example
+from dilm_jax.checkpoint import Checkpointer
+from dilm_jax.config import Parts
+from dilm_jax.data import loader
+from dilm_jax.metrics import MetricsWriter, Progress, plot
+from dilm_jax.processes.base import Process
+
+CHECKPOINTS, CONFIG = "checkpoints", "config.json"
+
+
+@struct.dataclass
+class TrainState:
+    """All that a step changes. `params` and `ema` are the network's parameters by name, float32."""
+
+    step: jax.Array
+    params: Any
+    ema: Any
+    opt_state: Any
+
+
+def make_optimizer(config: ml_collections.ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    o = config.optim
+    schedule = optim.learning_rate(
+        learning_rate=o.learning_rate,
+        schedule=o.schedule,
+        warmup_steps=o.warmup_steps,
+        cosine_cycles=o.cosine_cycles,
+        floor=o.floor,
+        num_steps=config.num_steps,
+    )
+    optimizer = optim.adamw(
+        schedule,
+        weight_decay=o.weight_decay,
+        beta1=o.beta1,
+        beta2=o.beta2,
+        adam_eps=o.adam_eps,
+        clip_norm=o.clip_norm,
+    )
+    return optimizer, schedule
+
+
+def init_state(config: ml_collections.ConfigDict, parts: Parts, optimizer, mesh) -> TrainState:
+    """A fresh state, made on the mesh: no device ever holds all of it."""
+
+    def init():
+        params = nnx.to_pure_dict(nnx.state(parts.init_network(config.seed), nnx.Param))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            ema=jax.tree.map(jnp.copy, params),
+            opt_state=optimizer.init(params),
+        )
+
+    abstract = jax.eval_shape(init)
+    return jax.jit(init, out_shardings=sharding.state_shardings(abstract, abstract.params, mesh))()
+
+
+def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example):
+    """Draws t (stratified over the global batch) and X_t for each example.
+
+    Returns the canvas, the loss's targets, the weights of the times, and one key an example for dropout. The draws
+    run inside shard_map: a rejection loop then ends when its own device's rows are done.
+    """
+    B = x0.length.shape[0]
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P(sharding.BATCH_AXES), P(sharding.BATCH_AXES)),
+        out_specs=P(sharding.BATCH_AXES), check_vma=False,
+    )  # fmt: skip
+    def draw(key, index, x0):
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
+        k_time, k_noise, k_dropout = canvas_lib.split_keys(keys, 3)
+        t, weight = process.times(schedules.stratified(k_time, index, B))
+        return process.corrupt(k_noise, x0, t), weight, k_dropout
+
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    (canvas, targets), weight, k_dropout = draw(key, jnp.arange(B), x0)
+    return canvas, targets, weight, k_dropout
+
+
+def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh):
+    """The jitted step: (state, batch of clean examples) → (state, metrics). The state is donated."""
+    process, micro_batches = parts.process, config.train.micro_batches
+    optimizer, schedule = make_optimizer(config)
+    network = evals.network(parts)
+
+    def loss(params, canvas, targets, weight, k_dropout):
+        scores = network(params, canvas, targets.t, k_dropout if config.model.dropout else None)
+        terms = process.loss(scores, canvas, targets)
+        terms = {name: (weight * value).sum() / config.batch_size for name, value in terms.items()}
+        return terms["loss"], terms
+
+    def gradient(params, batch):
+        grads, terms = jax.grad(loss, has_aux=True)(params, *batch)
+        return grads, terms
+
+    def accumulate(params, batch):
+        """Sum over micro-batches. Each takes every micro_batches-th row: all of them span all devices."""
+        parts_of = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, micro_batches, *x.shape[1:]), 1, 0), batch)
+        first = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts_of))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+        return jax.lax.scan(add, zeros, parts_of)[0]
+
+    def step(state: TrainState, x0: Example):
+        batch = corrupt_batch(process, mesh, config.seed, state.step, x0)
+        grads, terms = gradient(state.params, batch) if micro_batches == 1 else accumulate(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {f"train/{name}": value for name, value in terms.items()} | {
+            "train/grad_norm": optax.global_norm(grads),
+            "train/learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        }
+        return TrainState(
+            step=state.step + 1,
+            params=params,
+            ema=optim.update_ema(state.ema, params, config.optim.ema_decay, state.step),
+            opt_state=opt_state,
+        ), metrics
+
+    abstract = jax.eval_shape(lambda: init_state(config, parts, optimizer, mesh))
+    shardings = sharding.state_shardings(abstract, abstract.params, mesh)
+    return jax.jit(
+        step,
+        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        out_shardings=(shardings, sharding.replicated(mesh)),
+        donate_argnums=0,
+    )
+
+
+def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None = None) -> dict[str, Any]:
+    """Trains until config.num_steps, resuming from the latest checkpoint in `workdir` if there is one, then runs the
+    task's full evaluation on the test split.
+
+    Returns the evaluation. Raises ValueError for a config that does not fit the devices or the run in `workdir`, for
+    a checkpoint that cannot be read, and when the loss is no longer finite.
+    """
+    config_lib.validate(config, jax.device_count())
+    is_main = jax.process_index() == 0
+    directory = pathlib.Path(workdir)
+    check_resume(config, directory)
+    jax.config.update("jax_default_matmul_precision", config.train.matmul_precision)
+
+    parts = config_lib.build(config)
+    mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
+    optimizer, _ = make_optimizer(config)
+    state = init_state(config, parts, optimizer, mesh)
+    with contextlib.ExitStack() as stack:
+        checkpointer = stack.enter_context(
+            contextlib.closing(Checkpointer(directory / CHECKPOINTS, keep=config.train.keep_checkpoints))
+        )
+        state = restore(checkpointer, state, init_from)
+        start = int(state.step)
+        if is_main:
+            write_config(config, directory)
+        progress = stack.enter_context(contextlib.closing(Progress(config.num_steps, start, is_main=is_main)))
+        writer = stack.enter_context(contextlib.closing(MetricsWriter(directory, start, is_main=is_main)))
+        progress.note(describe(config, parts, state, mesh, start, workdir))
+        return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
+
+
+def fit(
+    config: ml_collections.ConfigDict,
+    parts: Parts,
+    mesh,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    writer: MetricsWriter,
+    progress: Progress,
+    directory: pathlib.Path,
+) -> dict[str, Any]:
+    """The loop from `state.step` on, and the evaluation after it. Metrics are on disk before the checkpoint of their
+    step is: what a killed run repeats is cut from metrics.jsonl, and nothing is missing."""
+    report = Reporter(config, writer, progress)
+    batches = loader.train_batches(loader.Memo(parts.sources["train"]), config.batch_size, config.seed)
+    rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
+    evaluator = evals.Evaluator(parts, mesh, config.eval.batch_size)
+    train_step = make_train_step(config, parts, mesh)
+
+    for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(int(state.step), config.num_steps)):
+        x0 = sharding.put_batch(Example(**batch), mesh, config.batch_size)
+        state, metrics = train_step(state, x0)
+        report.saw(batch)
+        report.flush()  # the last metrics, now that the device has work again
+        step += 1
+        if step % config.train.log_every == 0 or step == config.num_steps:
+            report.add(step, metrics)
+        if step % config.train.eval_every == 0:
+            report.flush()
+            results, samples = evaluator(state.ema, "valid", config.eval.num_valid, config.seed)
+            report.evaluation(step, results)
+            evals.write_samples(directory / "samples" / f"step_{step:08d}.jsonl", samples)
+        if step % config.train.checkpoint_every == 0 or step == config.num_steps:
+            report.flush()
+            check_finite(step, metrics)  # a step without a line of its own in the log
+            save(checkpointer, state)
+
+    checkpointer.wait()
+    results, samples = evaluator(state.ema, "test", config.eval.num_test, config.seed)
+    card = evals.card(parts, results, split="test", num=len(samples), checkpoint=config.num_steps)
+    if jax.process_index() == 0:
+        evals.write_card(directory, card)
+        plot(directory)
+    progress.note(evals.format_card(card))
+    return card
+
+
+def write_config(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
+    """Whole or not at all: a kill must not leave half of what resuming reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / (CONFIG + ".tmp")
+    temporary.write_text(config.to_json(indent=2) + "\n")
+    temporary.replace(directory / CONFIG)
+
+
+class Reporter:
+    """Writes metrics one step late: reading them at once would wait for the device."""
+
+    def __init__(self, config, writer: MetricsWriter, progress: Progress):
+        self._writer, self._progress = writer, progress
+        self._batch_size = config.batch_size
+        self._pending = None
+        self._since, self._since_step = time.monotonic(), None
+        self._tokens = 0  # since the last step that was added
+
+    def saw(self, batch) -> None:
+        """Counts the content tokens of this process's rows; all processes have about as many."""
+        self._tokens += int(batch["length"].sum()) * jax.process_count()
+
+    def add(self, step: int, metrics) -> None:
+        self._pending = step, metrics, self._tokens
+        self._tokens = 0
+
+    def flush(self) -> None:
+        """Writes what is pending. Raises ValueError if the loss is not finite."""
+        if self._pending is None:
+            return
+        (step, metrics, tokens), self._pending = self._pending, None
+        metrics = {name: float(value) for name, value in metrics.items()}
+        check_finite(step, metrics)
+        now = time.monotonic()
+        if self._since_step is not None:
+            seconds = now - self._since
+            metrics["perf/examples_per_s"] = self._batch_size * (step - self._since_step) / seconds
+            metrics["perf/tokens_per_s"] = tokens / seconds
+        self._since, self._since_step = now, step
+        self._writer.write(step, metrics)
+        self._progress.update(step, metrics)
+
+    def evaluation(self, step: int, results) -> None:
+        self._writer.write(step, results)
+        self._progress.note(f"step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in results.items()))
+        self._since_step = None  # the time spent here is not training
+
+
+def check_finite(step: int, metrics) -> None:
+    """Raises ValueError if the loss or its gradient is not finite."""
+    for name in ("train/loss", "train/grad_norm"):
+        if not jnp.isfinite(metrics[name]):
+            raise ValueError(
+                f"{name} is {metrics[name]} at step {step}; lower config.optim.learning_rate, or resume from an "
+                "earlier checkpoint"
+            )
+
+
+def save(checkpointer: Checkpointer, state: TrainState) -> None:
+    step = int(state.step)
+    if checkpointer.latest_step() != step:  # a run that was complete already has it
+        checkpointer.save(step, progress={"step": step}, params=state.params, ema=state.ema, opt_state=state.opt_state)
+
+
+def restore(checkpointer: Checkpointer, state: TrainState, init_from: str | None) -> TrainState:
+    """The latest checkpoint of the run; without one, parameters of the run in `init_from`, or the fresh state."""
+    step = checkpointer.latest_step()
+    if step is not None:
+        items = checkpointer.restore(step, params=state.params, ema=state.ema, opt_state=state.opt_state)
+        return TrainState(
+            step=jax.device_put(jnp.int32(items["progress"]["step"]), state.step.sharding),
+            params=items["params"],
+            ema=items["ema"],
+            opt_state=items["opt_state"],
+        )
+    if init_from is None:
+        return state
+    other = Checkpointer(pathlib.Path(init_from) / CHECKPOINTS)
+    ema = other.restore_item(other.latest_step(), "ema", state.ema)
+    other.close()
+    return dataclasses.replace(state, params=ema, ema=jax.tree.map(jnp.copy, ema))
+
+
+def check_resume(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
+    """Prints what differs from the config of the run in `directory`, if it has a checkpoint to resume from. Raises
+    ValueError if that makes it another run."""
+    path = directory / CONFIG
+    if not path.is_file() or not any(step.name.isdigit() for step in (directory / CHECKPOINTS).glob("*")):
+        return
+    before, now = (config_lib.flatten(json.loads(text)) for text in (path.read_text(), config.to_json()))
+    changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    for key in sorted(changed):
+        old, new = changed[key]
+        if key.split(".")[0] in config_lib.FIXED_ON_RESUME:
+            raise ValueError(
+                f"{directory} was trained with {key} = {old}, now {new}: that is another run; use another workdir, "
+                "with --init_from to start from these parameters"
+            )
+        if jax.process_index() == 0:
+            print(f"resuming with {key} = {new} (was {old})")
+
+
+def describe(config, parts: Parts, state: TrainState, mesh, start: int, workdir: str) -> str:
+    """The first line of a run."""
+    num_params = sum(x.size for x in jax.tree.leaves(state.params))
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return (
+        f"process {jax.process_index()} of {jax.process_count()}: {jax.device_count()} {jax.devices()[0].platform} "
+        f"devices, mesh {axes}; star_{parts.task.name}, {config.process.family}, {num_params:,} parameters; steps "
+        f"{start} to {config.num_steps} of {config.batch_size} examples; {workdir}"
+    )

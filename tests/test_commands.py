@@ -1,0 +1,249 @@
+"""What a user types: wrong input ends in one line that says what to do, configs train, generate keeps its word."""
+
+import importlib.util
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+
+import children
+import dilm_jax
+from dilm_jax import config as config_lib
+from dilm_jax.data import star
+
+CONFIGS = sorted((children.ROOT / "configs").glob("*.py"))
+MAIN, EVALUATE, GENERATE = "dilm_jax.main", "dilm_jax.evaluate", "dilm_jax.generate"
+
+# --- Wrong input -----------------------------------------------------------------------------------------------------
+
+SMOKE = "--config=configs/star_tiny_joint.py:smoke"
+LONG = "--prompt=" + "0>1 " * 7 + "0>>1"
+
+# Command, flags ({…} is replaced), and what its one line must say.
+WRONG = [
+    (MAIN, [], "--config is missing"),
+    (MAIN, ["--config=configs/nope.py"], "no file configs/nope.py"),
+    (MAIN, ["--config=configs/star_tiny_joint.py:smok"], "unknown variant :smok; this config has :smoke, :paper"),
+    (MAIN, [SMOKE, "extra"], "unexpected argument 'extra'"),
+    (MAIN, [SMOKE, "--workdri=x"], "'workdri'.*workdir"),
+    (MAIN, [SMOKE, "--config.model.widht=32"], "unknown config key 'widht'; did you mean 'width'?"),
+    (MAIN, [SMOKE, "--config.modle.width=32"], "unknown config key 'modle'; did you mean 'model'?"),
+    (MAIN, [SMOKE, "--config.lerning_rate=1"], "'lerning_rate'; did you mean 'optim.learning_rate'?"),
+    (MAIN, [SMOKE, "--config.model.width=wide"], "--config.model.width=wide"),
+    (MAIN, [SMOKE, "--config.model.width=30"], "width 30 must be divisible by 2 x num_heads = 4"),
+    (MAIN, [SMOKE, "--config.model.num_heads=0"], "config.model.num_heads must be positive, got 0"),
+    (MAIN, [SMOKE, "--config.process.family=jont"], "'jont', expected one of joint, independent; .* 'joint'"),
+    (MAIN, [SMOKE, "--config.batch_size=10", "--config.train.micro_batches=4"], "batch_size 10 .* × 4 micro-batches"),
+    (MAIN, [SMOKE, "--config.mesh.fsdp=3"], "'fsdp': 3.* does not fit 1 devices"),
+    (MAIN, [SMOKE, "--config.seed=-1"], "config.seed must not be negative, got -1"),
+    (MAIN, [SMOKE, "--config.seed=4294967296"], "config.seed must be below 2\\^32, got 4294967296"),
+    (MAIN, [SMOKE, "--config.optim.warmup_steps=-1"], "config.optim.warmup_steps must not be negative, got -1"),
+    (MAIN, [SMOKE, "--config.optim.beta1=1"], "config.optim.beta1 must be in \\[0, 1\\), got 1"),
+    (MAIN, [SMOKE, "--config.eval.num_valid=101"], "config.eval.num_valid is 101, but the valid split has 100"),
+    (MAIN, [SMOKE, "--config.loss.length=poisson_mean"], "sampler='leap' .* loss.length='poisson_mean'"),
+    (MAIN, [SMOKE, "--config.process.schedule.sigma_min=50"], "0 < sigma_min < sigma_max, got 50.0 and 30.0"),
+    (MAIN, [SMOKE, "--init_from={tmp}/nowhere"], "no checkpoints at {tmp}/nowhere/checkpoints"),
+    (MAIN, [SMOKE, "--workdir={run}"], "{run} was trained with model.num_layers = 1, now 2: .* --init_from"),
+    (MAIN, [SMOKE, "--workdir={tmp}/rows.jsonl"], "Not a directory: .*rows.jsonl"),
+    (MAIN, [SMOKE, "--config.num_steps=30", "--config.model.num_layers=1", "--workdir={corrupt}"],
+     "{corrupt}/checkpoints/30 cannot be read .*; delete that directory to fall back to the step before it \\(20\\)"),
+    (EVALUATE, [], "--workdir is missing"),
+    (EVALUATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
+    (EVALUATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
+    (EVALUATE, ["--workdir={run}", "--checkpoint=7"], "no step 7 in .*: it holds \\[20, 30\\]"),
+    (EVALUATE, ["--workdir={run}", "--split=tets"], "unknown split 'tets'; choose one of train, valid, test"),
+    (EVALUATE, ["--workdir={run}", "--num=5001"], "cannot evaluate 5001 examples: choose 1 to 5000"),
+    (EVALUATE, ["--workdir={run}", "--seed=-1"], "--seed=-1"),
+    (EVALUATE, ["--workdir={run}", "--steps=0"], "num_steps must be at least 1, got 0"),
+    (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
+    (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
+    (GENERATE, ["--workdir={run}", LONG], "prompt has 16 tokens, the model takes at most 14"),
+    (GENERATE, ["--workdir={run}", "--prompt=0>6 0>>6"], "unknown node 6 in the prompt: the nodes are 0 to 5"),
+    (GENERATE, ["--workdir={run}", "--prompt=0>1 0>>1", "--input=x"], "--prompt and --input exclude each other"),
+    (GENERATE, ["--workdir={run}", "--input={tmp}/nowhere.jsonl"], "no file {tmp}/nowhere.jsonl"),
+    (GENERATE, ["--workdir={run}", "--input={tmp}/rows.jsonl"], "{tmp}/rows.jsonl, line 2: "),
+    (GENERATE, ["--workdir={run}", "--input={tmp}/latin1.jsonl"], "{tmp}/latin1.jsonl is not UTF-8"),
+    (GENERATE, ["--workdir={run}", "--sampler=lep"], "'lep', expected one of leap, euler; did you mean 'leap'?"),
+    (GENERATE, ["--workdir={paper}", "--sampler=leap"], "sampler='leap' .* loss.length='poisson_mean'"),
+    (GENERATE, ["--workdir={run}", "--num=5001"], "--num=5001: the test split has 5000 graphs"),
+    (GENERATE, ["--workdir={run}", "--num=0"], "--num=0"),
+    (GENERATE, ["--workdir={run}", "--seed=4294967296"], "--seed=4294967296"),
+    (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or larger, got -1.0"),
+    (GENERATE, ["--workdir={run}", "extra"], "unexpected argument 'extra'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(smoke_runs, tmp_path_factory):
+    """What {…} stands for in `WRONG`."""
+    tmp, run = tmp_path_factory.mktemp("wrong"), smoke_runs["joint"]
+    (tmp / "rows.jsonl").write_text('{"prompt": "0>1 1>2 0>>2"}\n{"prompt": "0>1\n')
+    (tmp / "latin1.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin1"))
+    corrupt = pathlib.Path(shutil.copytree(run, tmp / "corrupt"))
+    for file in (corrupt / "checkpoints" / "30").glob("*/d/*"):
+        file.write_bytes(file.read_bytes()[:100])
+    (tmp / "paper").mkdir()
+    (tmp / "paper" / "config.json").write_text(load_config(CONFIGS[-1], "paper").to_json())
+    return {"tmp": str(tmp), "run": str(run), "corrupt": str(corrupt), "paper": str(tmp / "paper")}
+
+
+@pytest.mark.parametrize("module, argv, says", WRONG, ids=[f"{m.split('.')[1]} {' '.join(a)}" for m, a, _ in WRONG])
+def test_wrong_input_is_one_line(places, tmp_path, module, argv, says):
+    argv = [flag.format(**places) for flag in argv]
+    if module == MAIN and not any(flag.startswith("--workdir=") for flag in argv):
+        argv.append(f"--workdir={tmp_path / 'run'}")
+    result = children.command(module, *argv).result()
+    assert result.code == 2, result.err
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: ") and len(line) < 700
+    for name, place in places.items():
+        says = says.replace(f"{{{name}}}", re.escape(place))
+    assert re.search(says, line), line
+    assert not (tmp_path / "run" / "config.json").exists()  # nothing that the corrected command would trip over
+
+
+# --- Configs ---------------------------------------------------------------------------------------------------------
+
+
+def load_config(path, variant=None):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(variant)
+
+
+def variants(path):
+    with pytest.raises(ValueError, match="unknown variant :x; this config has :smoke") as error:
+        load_config(path, "x")
+    return [None, *re.findall(r":(\w+)", str(error.value).split("has")[1])]
+
+
+def flags(overrides):
+    return [f"--config.{key}={value}" for key, value in overrides.items()]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_variant_is_valid_and_names_its_family_and_task(path):
+    _, difficulty, family = path.stem.split("_")
+    for variant in variants(path):
+        config = load_config(path, variant)
+        config_lib.validate(config, 1)
+        parts = config_lib.build(config)
+        assert (config.process.family, parts.task.name) == (family, difficulty)
+        assert parts.sampler in parts.process.samplers(parts.sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "tiny" not in path.stem], ids=lambda path: path.stem)
+def test_every_config_trains(path, tmp_path):
+    """Those of star_tiny are trained in the default tests, see `smoke_runs`."""
+    result = children.command(MAIN, f"--config={path}:smoke", f"--workdir={tmp_path}").result()
+    assert result.code == 0, result.err
+    assert (tmp_path / "eval.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_of_the_paper_trains_with_a_small_network(path, tmp_path):
+    overrides = flags(config_lib.SMOKE | {"num_steps": 1})
+    result = children.command(MAIN, f"--config={path}:paper", f"--workdir={tmp_path}", *overrides).result()
+    assert result.code == 0, result.err
+
+
+def test_the_workdir_is_named_after_the_config_unless_given(tmp_path, smoke_runs, cache):
+    shutil.copytree(smoke_runs["joint"], tmp_path / "runs" / "star_tiny_joint-smoke")
+    config = f"--config={children.ROOT}/configs/star_tiny_joint.py:smoke"
+    result = children.command(MAIN, config, cwd=tmp_path).result()
+    assert "runs/star_tiny_joint-smoke was trained with model.num_layers = 1" in result.err
+
+
+# --- Generate and evaluate -------------------------------------------------------------------------------------------
+
+ROW = [
+    *("index", "id", "prompt", "text", "ids", "length", "inserted", "spans"),
+    *("nfe", "saturated", "truncated", "seed", "sampler"),
+]
+
+
+@pytest.fixture(scope="module")
+def warm(smoke_runs):
+    """A run that samples at temperature 1."""
+    return dilm_jax.load(str(smoke_runs["independent"]), temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def prompts(warm):
+    source = warm.parts.sources["test"]
+    return [{"prompt": source[i]["tokens"][: int(source[i]["frozen"].sum())].tolist()} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def generated(warm, prompts):
+    return warm.generate([row | {"id": f"row {i}", "seed": 3} for i, row in enumerate(prompts)])
+
+
+def test_a_row_has_the_documented_keys(warm, prompts, generated):
+    for i, (row, prompt) in enumerate(zip(generated, prompts, strict=True)):
+        assert list(row) == ROW
+        ids, num = row["ids"], len(prompt["prompt"])
+        assert (row["index"], row["id"], row["seed"], row["sampler"]) == (i, f"row {i}", 3, "leap")
+        assert ids[:num] == prompt["prompt"] and row["prompt"] == star.format_prompt(prompt["prompt"])
+        assert row["length"] == len(ids) == num + row["inserted"]
+        assert row["spans"] == [star.format_path(ids[num:])]
+        assert row["text"] == f"{row['prompt']} {row['spans'][0]}".strip()
+        assert row["nfe"] > 0 and 0 <= row["saturated"] <= row["nfe"] and isinstance(row["truncated"], bool)
+        assert all(token < warm.parts.task.num_ids for token in ids)  # no special token
+
+
+def test_a_row_depends_on_its_seed_and_not_on_the_number_of_rows(warm, prompts, generated):
+    fewer = warm.generate([row | {"id": f"row {i}", "seed": 3} for i, row in enumerate(prompts[:3])])
+    assert fewer == generated[:3]
+    other = warm.generate([row | {"id": f"row {i}", "seed": 3 if i == 1 else 4} for i, row in enumerate(prompts)])
+    assert other[1] == generated[1]
+    assert all(other[i]["ids"] != generated[i]["ids"] for i in (0, 2, 3))
+
+
+def test_no_row_is_no_row(warm):
+    assert warm.generate([]) == []
+
+
+def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_path, cache):
+    """evaluate repeats the evaluation that ended training; generate writes the same samples, as text and as jsonl."""
+    run = pathlib.Path(shutil.copytree(smoke_runs["joint"], tmp_path / "run"))
+    before = json.loads((run / "eval.json").read_text())
+    (run / "eval.json").unlink()
+    source = star.StarSource(task=star.TASKS["tiny"], split="test", seed=0)
+    examples = [source[i] for i in range(8)]
+    texts = [star.format_prompt(x["tokens"][: x["frozen"].sum()]) for x in examples]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": i, "prompt": t}) + "\n" for i, t in enumerate(texts)))
+    files = [f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl"]
+    started = [
+        children.command(EVALUATE, f"--workdir={run}", "--num=8", cache=cache),
+        children.command(GENERATE, f"--workdir={run}", cache=cache),
+        children.command(GENERATE, f"--workdir={run}", *files, cache=cache),
+    ]
+    results = [child.result() for child in started]
+    assert [result.code for result in results] == [0, 0, 0], results
+
+    assert json.loads((run / "eval.json").read_text()) == before
+    assert f"eval/exact_match     {before['eval/exact_match']:.4f}" in results[0].out
+    samples = [json.loads(line) for line in (run / "samples" / "test.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["spans"][0] for row in rows] == [sample["generated"] for sample in samples]
+    assert [list(row) for row in rows] == [ROW] * 8 and results[2].out == ""
+    for row, sample, text in zip(rows, samples, texts, strict=True):
+        assert row["prompt"] == sample["prompt"] == text
+        assert f"graph  {text}\npath   {row['spans'][0]}" in results[1].out
+
+
+def test_evaluation_counts_every_example_once(smoke_runs):
+    """Batches that do not divide the number of examples, and the means over what was sampled."""
+    run = dilm_jax.load(str(smoke_runs["joint"]))
+    card, samples = run.evaluate("valid", 11)
+    assert card["n"] == len(samples) == 11 and card["split"] == "valid" and card["checkpoint"] == run.step == 30
+    assert [sample["index"] for sample in samples] == list(range(11))
+    for name in ("exact_match", "token_accuracy", "length_match", "nfe"):
+        assert card[f"eval/{name}"] == pytest.approx(sum(sample[name] for sample in samples) / 11)

@@ -1,0 +1,539 @@
+"""The train step and the loop: invariances, noise, optimizer, and an effect for every key of the config."""
+
+import functools
+import hashlib
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dilm_jax
+import tiny
+from dilm_jax import checkpoint, evals, optim, train
+from dilm_jax import config as config_lib
+from dilm_jax.processes.registry import PROCESSES
+
+# --- One gradient, however it is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family, changed",
+    [
+        ("joint", [("train.micro_batches", 2)]),
+        ("joint", [("train.micro_batches", 4), ("model.remat", True), ("model.scan", False)]),
+        ("independent", [("train.micro_batches", 4), ("model.remat", True)]),
+    ],
+)
+def test_micro_batches_remat_and_unrolling_change_no_number(family, changed):
+    """First gradient to 1e-6, twenty steps to 1e-5; joint has dropout, whose keys belong to the examples."""
+    want, got = tiny.run(*tiny.BASE[family]), tiny.run(*tiny.BASE[family], *changed)
+    tiny.assert_close(got.gradient, want.gradient, 1e-6)
+    np.testing.assert_allclose(tiny.losses(got), tiny.losses(want), rtol=1e-5)
+    tiny.assert_close(got.state.params, want.state.params, 1e-5)
+
+
+# --- Noise -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def noise(family):
+    """(seed, step, examples) → what `corrupt_batch` draws, jitted; and some examples."""
+    made, parts, mesh, _ = tiny.world(family, ("batch_size", 16))
+    draw = functools.partial(train.corrupt_batch, parts.process, mesh)
+    plain = jax.jit(lambda seed, step, x0: jax.tree.map(_plain, draw(seed, step, x0)), static_argnums=0)
+    return plain, tiny.batch(parts, made)
+
+
+def _plain(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+@pytest.mark.parametrize("family", PROCESSES)
+def test_times_of_a_step_differ_and_are_stratified(family):
+    draw, x0 = noise(family)
+    eps = tiny.config().process.eps
+    for step in range(5):
+        t = np.asarray(draw(0, step, x0)[1].t)
+        assert len(set(t.tolist())) == len(t)
+        np.testing.assert_array_equal(np.floor((t - eps) / (1 - eps) * len(t)), np.arange(len(t)))
+
+
+@pytest.mark.parametrize("family", PROCESSES)
+def test_noise_depends_on_seed_and_step(family):
+    draw, x0 = noise(family)
+    first = draw(0, 0, x0)
+    for other in (draw(0, 1, x0), draw(1, 0, x0)):
+        assert (first[1].t != other[1].t).all()
+        assert (first[1].dropped != other[1].dropped).any()
+        assert (first[3] != other[3]).any(-1).all()  # the keys of dropout
+    jax.tree.map(np.testing.assert_array_equal, first, draw(0, 0, x0))
+
+
+@pytest.mark.parametrize("family", PROCESSES)
+def test_noise_of_a_row_does_not_depend_on_its_neighbours(family):
+    draw, x0 = noise(family)
+    swapped = jax.tree.map(np.copy, x0)
+    for array in jax.tree.leaves(swapped):
+        array[1:] = array[:0:-1]
+    before, after = draw(0, 3, x0), draw(0, 3, swapped)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), before, after)
+    assert (np.asarray(before[0].tokens)[1:] != np.asarray(after[0].tokens)[1:]).any()
+    np.testing.assert_array_equal(before[1].t, after[1].t)  # nor do the times depend on the text
+
+
+@pytest.mark.parametrize("family", PROCESSES)
+def test_rows_with_equal_texts_get_different_noise(family):
+    draw, x0 = noise(family)
+    same = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), x0)
+    dropped = np.concatenate([draw(0, step, same)[1].dropped for step in range(4)])
+    free = dropped[:, np.asarray(same.free)[0]]
+    assert len(np.unique(free, axis=0)) > 2 ** free.shape[1] / 2  # most of the masks that there are
+
+
+# --- Optimizer -------------------------------------------------------------------------------------------------------
+
+
+def rate(step, **changed):
+    defaults = dict(learning_rate=2.0, schedule="constant", warmup_steps=4, cosine_cycles=0.5, floor=0.5, num_steps=104)
+    return float(optim.learning_rate(**defaults | changed)(jnp.int32(step)))
+
+
+def test_learning_rates():
+    assert [rate(step) for step in (0, 1, 2, 4, 5, 104, 999)] == [0.0, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0]
+    assert rate(0, warmup_steps=0) == 2.0
+    decay = [rate(step, schedule="cosine") for step in (0, 2, 4, 29, 54, 79, 104, 999)]
+    half = 0.75 * math.sqrt(0.5)
+    np.testing.assert_allclose(decay, [0, 1, 2, 1.25 + half, 1.25, 1.25 - half, 0.5, 0.5], rtol=1e-6)
+    cycles = [rate(step, schedule="cosine", cosine_cycles=2.0) for step in (4, 29, 54, 79, 104)]
+    np.testing.assert_allclose(cycles, [2, 0.5, 2, 0.5, 2], rtol=1e-6)
+    assert rate(0, schedule="cosine", warmup_steps=0) == 2.0
+
+
+def test_the_reported_learning_rate_is_the_one_used():
+    run = tiny.run(*tiny.BASE["joint"])
+    assert [row["train/learning_rate"] for row in run.metrics] == [np.float32(1e-3)] * 20
+
+
+def test_kernels_decay_and_nothing_else():
+    params = evals.abstract_params(*tiny.world("joint")[1:3])
+    decays = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(optim.decay_mask(params))}
+    assert {name for name, leaf in decays.items() if leaf} == {name for name in decays if name.endswith("['kernel']")}
+    assert sum(decays.values()) >= 10 and not all(decays.values())
+
+
+def test_decay_shrinks_kernels_by_rate_times_decay():
+    optimizer = optim.adamw(lambda step: 0.5, weight_decay=0.1, beta1=0.9, beta2=0.999, adam_eps=1e-8, clip_norm=1.0)
+    params = {name: jnp.ones(3) for name in ("kernel", "bias", "scale", "embedding")}
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    for name, update in updates.items():
+        np.testing.assert_allclose(update, -0.05 if name == "kernel" else 0.0, rtol=1e-6)
+
+
+def test_clipping_is_by_the_global_norm():
+    optimizer = optim.adamw(lambda step: 1.0, weight_decay=0.0, beta1=0.0, beta2=0.0, adam_eps=1.0, clip_norm=1.0)
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    updates, _ = optimizer.update({"a": jnp.array([30.0]), "b": jnp.array([40.0])}, optimizer.init(params), params)
+    np.testing.assert_allclose([updates["a"][0], updates["b"][0]], [-0.6 / 1.6, -0.8 / 1.8], rtol=1e-6)  # g/(|g| + 1)
+
+
+def test_ema_is_float32_and_moves_whatever_the_parameters_are():
+    params = {"x": jnp.ones(3, jnp.bfloat16)}
+    ema = {"x": jnp.zeros(3, jnp.float32)}
+    for step in range(1000, 1010):
+        ema = optim.update_ema(ema, params, 0.9999, jnp.int32(step))
+        assert ema["x"].dtype == jnp.float32
+    want = 1 - np.prod([min(0.9999, (1 + step) / (10 + step)) for step in range(1000, 1010)])
+    np.testing.assert_allclose(ema["x"], want, rtol=1e-5)  # in bfloat16 such an average would not
+
+
+def test_ema_of_a_run_follows_the_parameters():
+    """After the first step it holds a tenth of the first parameters."""
+    made, parts, mesh, _ = tiny.world(*tiny.BASE["joint"])
+    before = jax.device_get(tiny.random_state(made, parts, mesh)).params
+    after = tiny.run(*tiny.BASE["joint"], steps=1).state
+    tiny.assert_close(after.ema, jax.tree.map(lambda p, q: 0.1 * p + 0.9 * q, before, after.params), 1e-6)
+
+
+def test_state_is_float32_also_where_activations_are_not():
+    made = tiny.config("joint", ("model.dtype", "bfloat16"))
+    parts, mesh = config_lib.build(made), tiny.world("joint")[2]
+    optimizer, _ = train.make_optimizer(made)
+    abstract = jax.eval_shape(lambda: train.init_state(made, parts, optimizer, mesh))
+    floats = [x.dtype for x in jax.tree.leaves(abstract) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert len(floats) > 50 and set(floats) == {jnp.dtype("float32")}
+
+
+# --- The loop, with the network taken out ----------------------------------------------------------------------------
+
+
+class Loop:
+    """Runs `train.train` with a step that learns nothing, and keeps what it did."""
+
+    def __init__(self, monkeypatch, loss=lambda step: 1.0, grad_norm=lambda step: 1.0):
+        self.did, self._loss, self._grad_norm = {}, loss, grad_norm
+        state = train.TrainState(step=jnp.int32(0), params={}, ema={}, opt_state={})
+        monkeypatch.setattr(train, "init_state", lambda *args: state)
+        monkeypatch.setattr(train, "make_train_step", lambda *args: self._step)
+        monkeypatch.setattr(train, "Checkpointer", self._checkpointer())
+        monkeypatch.setattr(train, "plot", lambda directory: None)
+        monkeypatch.setattr(evals, "Evaluator", self._evaluator())
+
+    def __call__(self, made, workdir):
+        """What the loop did, and the steps at which metrics.jsonl has train/loss."""
+        precision = jax.config.jax_default_matmul_precision
+        self.did = {"batches": [], "saved": [], "evaluated": []}
+        try:
+            train.train(made, str(workdir))
+            self.did["precision"] = jax.config.jax_default_matmul_precision
+        finally:
+            jax.config.update("jax_default_matmul_precision", precision)
+            rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+            self.did["logged"] = [row["step"] for row in rows if "train/loss" in row]
+        return self.did
+
+    def _step(self, state, x0):
+        self.did["batches"].append(hashlib.sha256(np.asarray(x0.tokens).tobytes()).hexdigest())
+        step = int(state.step)
+        metrics = {"train/loss": self._loss(step + 1), "train/grad_norm": self._grad_norm(step + 1)}
+        return state.replace(step=jnp.int32(step + 1)), metrics
+
+    def _checkpointer(loop):
+        class Recorder(checkpoint.Checkpointer):
+            def __init__(self, directory, keep):
+                loop.did["keep"] = keep
+
+            def latest_step(self):
+                return loop.did["saved"][-1] if loop.did["saved"] else None
+
+            def save(self, step, **items):
+                loop.did["saved"].append(step)
+
+            def wait(self): ...
+
+            def close(self): ...
+
+        return Recorder
+
+    def _evaluator(loop):
+        class Recorder:
+            def __init__(self, parts, mesh, batch_size):
+                self.batch_size = batch_size
+
+            def __call__(self, params, split, num, seed):
+                loop.did["evaluated"].append((len(loop.did["batches"]), split, num, seed, self.batch_size))
+                return {"eval/exact_match": 0.0}, []
+
+        return Recorder
+
+
+LOOP = (
+    ("num_steps", 12),
+    ("train.log_every", 2),
+    ("train.eval_every", 3),
+    ("train.checkpoint_every", 4),
+    ("eval.num_valid", 16),
+    ("eval.num_test", 24),
+)
+
+
+def test_the_loop_logs_evaluates_and_saves_when_it_should(monkeypatch, tmp_path):
+    did = Loop(monkeypatch)(tiny.config("joint", *LOOP, ("num_steps", 13)), tmp_path)
+    assert did["logged"] == [2, 4, 6, 8, 10, 12, 13]
+    assert did["saved"] == [4, 8, 12, 13] and did["keep"] == 2
+    at = [(step, split, num) for step, split, num, *_ in did["evaluated"]]
+    assert at == [(3, "valid", 16), (6, "valid", 16), (9, "valid", 16), (12, "valid", 16), (13, "test", 24)]
+    assert len(set(did["batches"])) == 13
+
+
+@pytest.mark.parametrize("what", ["loss", "grad_norm"])
+def test_what_is_not_finite_ends_in_one_line_before_anything_of_it_is_saved(monkeypatch, tmp_path, what):
+    """Also where the checkpoint comes before the next line of the log."""
+    loop = Loop(monkeypatch, **{what: lambda step: math.nan if step >= 7 else 1.0})
+    with pytest.raises(
+        ValueError, match=f"^train/{what} is nan at step 8; lower config.optim.learning_rate, .*"
+    ) as error:
+        loop(tiny.config("joint", *LOOP, ("train.log_every", 100)), tmp_path)
+    assert "\n" not in str(error.value)
+    assert loop.did["saved"] == [4] and loop.did["logged"] == []
+
+
+# --- Every key of the config has an effect ---------------------------------------------------------------------------
+
+
+def text(jaxpr) -> str:
+    """A jaxpr without addresses."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+
+
+@functools.cache
+def abstract_network_input(family):
+    made, parts, mesh, _ = tiny.world(family)
+    x0 = tiny.abstract_like(tiny.batch(parts, made))
+    canvas, targets, _, keys = jax.eval_shape(lambda x: train.corrupt_batch(parts.process, mesh, 0, 0, x), x0)
+    return canvas, targets, keys
+
+
+@functools.cache
+def abstract_scores(family):
+    _, parts, mesh, _ = tiny.world(family)
+    canvas, targets, _ = abstract_network_input(family)
+    return jax.eval_shape(evals.network(parts), evals.abstract_params(parts, mesh), canvas, targets.t)
+
+
+def probe_noise(made, parts, mesh):
+    x0 = tiny.abstract_like(tiny.batch(parts, made))
+    return text(jax.make_jaxpr(lambda x: train.corrupt_batch(parts.process, mesh, made.seed, 0, x))(x0))
+
+
+def probe_network(made, parts, mesh):
+    canvas, targets, keys = abstract_network_input("joint")
+    params = evals.abstract_params(parts, mesh)
+    return text(jax.make_jaxpr(evals.network(parts))(params, canvas, targets.t, keys))
+
+
+def probe_loss(made, parts, mesh):
+    canvas, targets, _ = abstract_network_input("joint")
+    return text(jax.make_jaxpr(parts.process.loss)(abstract_scores("joint"), canvas, targets))
+
+
+def probe_sampler(made, parts, mesh):
+    canvas, _, keys = abstract_network_input("joint")
+    sampler = parts.process.samplers(parts.sampling)[parts.sampler]
+    state = jax.eval_shape(sampler.start, keys, canvas)
+    move = functools.partial(sampler.advance, filters=parts.filters)
+    return text(jax.make_jaxpr(lambda scores, state: move(scores, state))(abstract_scores("joint"), state))
+
+
+def probe_optimizer(made, parts, mesh):
+    """Ten updates of two parameters."""
+    optimizer, _ = train.make_optimizer(made)
+    params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+
+    def update(carry, step):
+        params, state = carry
+        gradients = jax.tree.map(lambda p: jnp.cos(3 * p + step), params)
+        updates, state = optimizer.update(gradients, state, params)
+        return (jax.tree.map(jnp.add, params, updates), state), updates
+
+    (params, _), _ = jax.jit(lambda carry: jax.lax.scan(update, carry, jnp.arange(10.0)))(
+        (params, optimizer.init(params))
+    )
+    return [leaf.tolist() for leaf in jax.tree.leaves(params)]
+
+
+def probe_step(made, parts, mesh):
+    optimizer, _ = train.make_optimizer(made)
+    state = jax.eval_shape(lambda: train.init_state(made, parts, optimizer, mesh))
+    x0 = tiny.abstract_like(tiny.batch(parts, made))
+    return text(train.make_train_step(made, parts, mesh).trace(state, x0).jaxpr)
+
+
+def probe_init(made, parts, mesh):
+    optimizer, _ = train.make_optimizer(made)
+    return text(jax.make_jaxpr(lambda: train.init_state(made, parts, optimizer, mesh))())
+
+
+def probe_mesh(made, parts, mesh):
+    return config_lib.mesh_shape(made, 8)
+
+
+def probe_data(made, parts, mesh):
+    return {name: value.tolist() for name, value in parts.sources["test"][0].items()}
+
+
+PROBES = {name.removeprefix("probe_"): probe for name, probe in list(globals().items()) if name.startswith("probe_")}
+WARM = (("sampling.temperature", 1.0), ("sampling.gap_temperature", 1.0))
+COSINE = (("optim.schedule", "cosine"), ("num_steps", 8))
+
+# Key: another value, the probes that must see it, and what else must be set for it to matter.
+EFFECTS = {
+    "seed": (1, "init noise loop", ()),
+    "batch_size": (16, "loop", ()),
+    "num_steps": (13, "loop", ()),
+    "data.difficulty": ("easy", "data loop", ()),
+    "data.seed": (1, "data loop", ()),
+    "model.num_layers": (3, "network", ()),
+    "model.width": (32, "network", ()),
+    "model.num_heads": (4, "network", ()),
+    "model.mlp_width": (16, "network", ()),
+    "model.cond_width": (16, "network", ()),
+    "model.dropout": (0.1, "network", ()),
+    "model.rope_theta": (100.0, "network", ()),
+    "model.dtype": ("bfloat16", "network", ()),
+    "model.remat": (True, "network", ()),
+    "model.scan": (False, "network", ()),
+    "process.family": ("independent", "noise", ()),
+    "process.eps": (0.01, "noise", ()),
+    "process.schedule.name": ("geometric", "noise", ()),
+    "process.schedule.sigma_min": (1.0, "noise", ()),
+    "process.schedule.sigma_max": (50.0, "noise", ()),
+    "loss.kernel": ("paper", "loss", ()),
+    "loss.length": ("poisson_mean", "loss", (("sampling.sampler", "euler"),)),
+    "loss.weighting": ("normalized", "loss", ()),
+    "loss.max_weight": (10.0, "loss", (("loss.weighting", "elbo"),)),
+    "loss.targets": ("dense", "loss", ()),
+    "loss.time_sampling": ("importance", "noise", ()),
+    "optim.learning_rate": (1e-2, "optimizer", ()),
+    "optim.schedule": ("cosine", "optimizer", ()),
+    "optim.warmup_steps": (5, "optimizer", ()),
+    "optim.cosine_cycles": (0.5, "optimizer", COSINE),
+    "optim.floor": (1e-4, "optimizer", COSINE),
+    "optim.weight_decay": (0.1, "optimizer", ()),
+    "optim.beta1": (0.5, "optimizer", ()),
+    "optim.beta2": (0.5, "optimizer", ()),
+    "optim.adam_eps": (1e-2, "optimizer", ()),
+    "optim.clip_norm": (0.1, "optimizer", (("optim.adam_eps", 1.0),)),
+    "optim.ema_decay": (0.5, "step", ()),
+    "train.micro_batches": (2, "step", ()),
+    "train.log_every": (1, "loop", ()),
+    "train.eval_every": (4, "loop", ()),
+    "train.checkpoint_every": (3, "loop", ()),
+    "train.keep_checkpoints": (3, "loop", ()),
+    "train.matmul_precision": ("default", "loop", ()),
+    "mesh.data": (2, "mesh", (("mesh.data", 1), ("mesh.fsdp", -1))),
+    "mesh.fsdp": (4, "mesh", ()),
+    "mesh.tensor": (2, "mesh", ()),
+    "sampling.sampler": ("euler", "sampler", ()),
+    "sampling.num_steps": (9, "sampler", ()),
+    "sampling.rate_scale": (2.0, "sampler", (("sampling.sampler", "euler"),)),
+    "sampling.temperature": (1.0, "sampler", ()),
+    "sampling.top_k": (2, "sampler", WARM),
+    "sampling.top_p": (0.5, "sampler", WARM),
+    "sampling.gap_temperature": (1.0, "sampler", ()),
+    "sampling.gap_top_k": (2, "sampler", WARM),
+    "sampling.gap_top_p": (0.5, "sampler", WARM),
+    "eval.num_valid": (17, "loop", ()),
+    "eval.num_test": (25, "loop", ()),
+    "eval.batch_size": (16, "loop", ()),
+}
+
+
+@functools.cache
+def probed(name, *overrides):
+    made, mesh = tiny.config("joint", *overrides), tiny.world("joint")[2]
+    return PROBES[name](made, config_lib.build(made), mesh)
+
+
+@pytest.mark.parametrize("key", config_lib.flatten(config_lib.default_config()))
+def test_every_key_of_the_config_has_an_effect(key, monkeypatch, tmp_path):
+    if key == "data.source":  # there is one
+        assert config_lib.CHOICES[key] == (tiny.config().data.source,)
+        return
+    value, probes, needed = EFFECTS[key]
+    for name in probes.split():
+        if name == "loop":
+            base, changed = LOOP + needed, LOOP + needed + ((key, value),)
+            runs = [
+                Loop(monkeypatch)(tiny.config("joint", *o), tmp_path / str(i)) for i, o in enumerate((base, changed))
+            ]
+            assert runs[0] != runs[1]
+        else:
+            assert probed(name, *needed) != probed(name, *needed, (key, value))
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_probe_gives_the_same_twice(name):
+    """Or it could not tell whether a key has an effect."""
+    assert probed(name) == probed.__wrapped__(name)
+
+
+def test_the_loop_does_the_same_twice(monkeypatch, tmp_path):
+    runs = [Loop(monkeypatch)(tiny.config("joint", *LOOP), tmp_path / name) for name in "ab"]
+    assert runs[0] == runs[1]
+
+
+# --- Resuming and starting from another run --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    (tmp_path / train.CONFIG).write_text(tiny.config().to_json())
+    (tmp_path / train.CHECKPOINTS / "3").mkdir(parents=True)
+    return tmp_path
+
+
+def test_a_workdir_without_a_checkpoint_is_anyones(workdir, capsys):
+    (workdir / train.CHECKPOINTS / "3").rmdir()
+    train.check_resume(tiny.config("joint", ("seed", 1)), workdir)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model.width", 32),
+        ("process.schedule.sigma_max", 40.0),
+        ("data.difficulty", "easy"),
+        ("seed", 1),
+        ("batch_size", 16),
+    ],
+)
+def test_a_workdir_of_another_run_is_refused(workdir, key, value):
+    old = config_lib.flatten(tiny.config())[key]
+    with pytest.raises(ValueError, match=rf"{key} = {old}, now {value}: that is another run; .* --init_from") as error:
+        train.train(tiny.config("joint", (key, value)), str(workdir))
+    assert "\n" not in str(error.value)
+
+
+def test_other_differences_are_printed(workdir, capsys):
+    train.check_resume(tiny.config("joint", ("num_steps", 7), ("optim.floor", 0.5)), workdir)
+    assert capsys.readouterr().out == (
+        "resuming with num_steps = 7 (was 4)\nresuming with optim.floor = 0.5 (was 0.0)\n"
+    )
+    train.check_resume(tiny.config(), workdir)
+    assert capsys.readouterr().out == ""
+
+
+def test_init_from_takes_the_averaged_parameters_and_nothing_else(smoke_runs, tmp_path):
+    """A checkpoint of the run itself comes before it."""
+    run = dilm_jax.load(str(smoke_runs["joint"]))
+    made, parts, mesh = run.config, run.parts, run.mesh
+    optimizer, _ = train.make_optimizer(made)
+    abstract = jax.eval_shape(lambda: train.init_state(made, parts, optimizer, mesh))
+    zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract))
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep=1)
+
+    state = train.restore(checkpointer, zeros, str(smoke_runs["joint"]))
+    jax.tree.map(np.testing.assert_array_equal, state, zeros.replace(params=run.params, ema=run.params))
+    assert train.restore(checkpointer, zeros, None) is zeros
+
+    train.save(checkpointer, zeros.replace(step=jnp.int32(5)))
+    checkpointer.wait()
+    assert int(train.restore(checkpointer, zeros, str(smoke_runs["joint"])).step) == 5
+
+
+# --- What a run writes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", PROCESSES)
+def test_metrics_have_the_documented_keys(smoke_runs, family):
+    rows = [json.loads(line) for line in (smoke_runs[family] / "metrics.jsonl").read_text().splitlines()]
+    trained, evaluated = ([row for row in rows if key in row] for key in ("train/loss", "eval/exact_match"))
+    assert [row["step"] for row in trained] == list(range(1, 31)) and len(rows) == len(trained) + len(evaluated)
+    assert [row["step"] for row in evaluated] == [15, 30]
+    of_training = {f"train/{name}" for name in ("loss", "loss_token", "loss_length", "grad_norm", "learning_rate")}
+    speed = {"perf/examples_per_s", "perf/tokens_per_s"}
+    for row in trained:
+        assert row.keys() - speed == {"step", "time"} | of_training
+        assert row.keys() & speed in (set(), speed)
+        assert math.isclose(row["train/loss"], row["train/loss_token"] + row["train/loss_length"], rel_tol=1e-5)
+    assert sum(speed <= row.keys() for row in trained) >= 25  # all but those after a start or an evaluation
+    names = ("exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated")
+    for row in evaluated:
+        assert row.keys() == {"step", "time"} | {f"eval/{name}" for name in names}
+
+
+@pytest.mark.parametrize("family", PROCESSES)
+def test_a_workdir_holds_what_the_readme_says(smoke_runs, family):
+    there = {str(path.relative_to(smoke_runs[family])) for path in smoke_runs[family].rglob("*")}
+    assert {"config.json", "metrics.jsonl", "curves.png", "tensorboard", "eval.json"} <= there
+    assert {"checkpoints/20", "checkpoints/30", "samples/step_00000030.jsonl"} <= there
+    card = json.loads((smoke_runs[family] / "eval.json").read_text())
+    assert {"split", "n", "protocol", "sampler", "checkpoint", "commit"} == {
+        k for k in card if not k.startswith("eval/")
+    }
+    assert card["split"] == "test" and card["n"] == 8 and card["checkpoint"] == 30
