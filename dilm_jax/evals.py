@@ -31,13 +31,13 @@ class Samples:
     truncated: Bool[Array, " B"]  # an insertion was left out: the canvas was full
 
 
-def network(parts: Parts) -> Callable:
-    """(params by name, canvas, time, dropout keys or None) → Scores."""
+def network(parts: Parts, mesh) -> Callable:
+    """(params by name, canvas, time, dropout keys or None) → Scores. `mesh` is where the parameters live."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: parts.init_network(0)), nnx.Param)
 
     def apply(params, canvas, time, dropout_keys=None):
         full = jax.tree.map(lambda x: x, state)
-        nnx.replace_by_pure_dict(full, params)
+        nnx.replace_by_pure_dict(full, sharding.gather(params, mesh))
         return nnx.merge(graphdef, full)(canvas, time, dropout_keys)
 
     return apply
@@ -59,7 +59,7 @@ def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
     Row b depends on (seed[b], index[b]) and its own prompt alone.
     """
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
-    apply = network(parts)
+    apply = network(parts, mesh)
     rows = sharding.batch_sharding(mesh)
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)

@@ -71,6 +71,18 @@ def param_shardings(params, mesh: Mesh):
     return jax.tree.map_with_path(place, params)
 
 
+def gather(params, mesh: Mesh):
+    """The parameters as a step uses them: whole over `fsdp`, which splits the rows there, still split over `tensor`.
+
+    Without it XLA has to reconcile the two uses of `fsdp`, and on meshes of three axes it gets gradients wrong
+    (jaxlib 0.10.2: tests/test_topology.py)."""
+
+    def whole(place):
+        return NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in place.spec)))
+
+    return jax.lax.with_sharding_constraint(params, jax.tree.map(whole, param_shardings(params, mesh)))
+
+
 def state_shardings(state, params, mesh: Mesh):
     """Shardings of a training state: subtrees shaped like the parameters live where the parameters live (EMA and
     optimizer moments), all else is replicated."""

@@ -106,7 +106,7 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh):
     """The jitted step: (state, batch of clean examples) → (state, metrics). The state is donated."""
     process, micro_batches = parts.process, config.train.micro_batches
     optimizer, schedule = make_optimizer(config)
-    network = evals.network(parts)
+    network = evals.network(parts, mesh)
 
     def loss(params, canvas, targets, weight, k_dropout):
         scores = network(params, canvas, targets.t, k_dropout if config.model.dropout else None)

@@ -93,7 +93,7 @@ def test_noising_needs_no_other_device(family):
 
 @children.on_eight_devices
 def test_every_parameter_follows_a_rule_and_the_big_ones_are_split():
-    for overrides in ([("mesh.fsdp", 4)], [("mesh.fsdp", 2), ("mesh.tensor", 2)], [("mesh.tensor", 8)]):
+    for overrides in ([("mesh.fsdp", 4)], [("mesh.fsdp", 2), ("mesh.tensor", 2)]):
         made, parts, mesh, _ = tiny.world("joint", BATCH, *overrides, num_devices=8)
         optimizer, _ = train.make_optimizer(made)
         state = train.init_state(made, parts, optimizer, mesh)
@@ -101,11 +101,11 @@ def test_every_parameter_follows_a_rule_and_the_big_ones_are_split():
         for path, leaf in jax.tree.leaves_with_path((state.params, state.ema, state.opt_state)):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             held = leaf.addressable_shards[0].data.size
-            if re.search(r"(blocks|mlp|time|modulation).*kernel$", name):
+            if re.search(r"(attention|mlp|time).*kernel$", name):
                 assert held * share == leaf.size, f"{name} {leaf.shape} is held as {held} of {leaf.size} numbers"
             assert held * share >= leaf.size
         held = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params))
-        assert held < (1 / share + 0.2) * sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        assert held < (1 / mesh.shape["fsdp"] + 0.1) * sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
 def test_a_parameter_without_a_rule_is_refused():

@@ -281,7 +281,7 @@ def abstract_network_input(family):
 def abstract_scores(family):
     _, parts, mesh, _ = tiny.world(family)
     canvas, targets, _ = abstract_network_input(family)
-    return jax.eval_shape(evals.network(parts), evals.abstract_params(parts, mesh), canvas, targets.t)
+    return jax.eval_shape(evals.network(parts, mesh), evals.abstract_params(parts, mesh), canvas, targets.t)
 
 
 def probe_noise(made, parts, mesh):
@@ -292,7 +292,7 @@ def probe_noise(made, parts, mesh):
 def probe_network(made, parts, mesh):
     canvas, targets, keys = abstract_network_input("joint")
     params = evals.abstract_params(parts, mesh)
-    return text(jax.make_jaxpr(evals.network(parts))(params, canvas, targets.t, keys))
+    return text(jax.make_jaxpr(evals.network(parts, mesh))(params, canvas, targets.t, keys))
 
 
 def probe_loss(made, parts, mesh):

@@ -1,12 +1,10 @@
 """The grid samplers of both families under an oracle network: reverse marginals, point masses, fire probabilities.
 
-One march from t = 1 to 0 is compiled for each family; its rows belong to different worlds and samplers.
+One march from t = 1 to 0 is compiled for each family and sampler; its rows belong to different worlds.
 """
 
-import dataclasses
 import functools
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +21,14 @@ L = 5
 NUM_STEPS = 80
 EXTRA = 8  # repeats of the last step that end every row
 OPTIMISE = {"xla_backend_optimization_level": 1}  # these programs run for long
-SAMPLERS = [(family, sampler) for family in oracles.FAMILIES for sampler in ("leap", "euler")]
+SAMPLERS = [(family, "leap") for family in oracles.FAMILIES]
+SAMPLERS += [pytest.param(family, "euler", marks=pytest.mark.slow) for family in oracles.FAMILIES]
 ROOM = {"num_letters": 5, "max_length": L, "num_states": 32}
 
 MIXTURE = World({"": 0.05, "b": 0.15, "ab": 0.2, "aa": 0.1, "aba": 0.25, "abb": 0.15, "bbb": 0.1}, **ROOM)
 DISTINCT = World({"abcde": 1.0}, **ROOM)
 REPEATS = World({"aabaa": 1.0}, **ROOM)
-SCALE = math.log(oracles.SIGMA_MAX / oracles.SIGMA_MIN)
 NUM_ROWS = {MIXTURE: 2500, DISTINCT: 800, REPEATS: 250}
-SCALE = math.log(oracles.SIGMA_MAX / oracles.SIGMA_MIN)
 
 # TV that a grid of N steps costs: at most one token a step ("leap", and joint noising's "euler"), tokens drawn apart
 # in the gaps of one step, and those that DILM-M's "euler" leaves out. Measured with N = 40 and 160.
@@ -41,29 +38,10 @@ START = {n: float(scipy.stats.poisson.cdf(n - 1, oracles.total(1.0))) for n in (
 
 
 @functools.cache
-def march(family):
-    """The world's state of each row by noising time, as {(world, sampler): function of t}.
-
-    "scaled" is "euler" with rate_scale = SCALE, for joint noising and one world.
-    """
+def march(family, sampler, rate_scale=1.0):
+    """Rows of every world from t = 1 to 0: the world's state of each row, as {world: function of t}."""
     process = oracles.make_process(family, ROOM["num_letters"], L)
-    plain = process.samplers(SamplingOptions(num_steps=NUM_STEPS))
-    scaled = process.samplers(SamplingOptions(num_steps=NUM_STEPS, rate_scale=SCALE))
-    grids = {"leap": plain["leap"], "euler": plain["euler"], "scaled": scaled["euler"]}
-    worlds = {"leap": [*NUM_ROWS], "euler": [*NUM_ROWS]} | ({"scaled": [DISTINCT]} if family == "joint" else {})
-    pairs = [(world, sampler) for sampler in worlds for world in worlds[sampler]]
-    nums = [NUM_ROWS[world] for world, _ in pairs]
-    rows = {pair: slice(end - num, end) for pair, num, end in zip(pairs, nums, np.cumsum(nums), strict=True)}
-
-    def draw(key, scores, canvas, t, s, filters):
-        def draw_block(sampler):
-            first, last = (rows[worlds[sampler][i], sampler] for i in (0, -1))
-            args = jax.tree.map(operator.itemgetter(slice(first.start, last.stop)), (key, scores, canvas, t, s))
-            return grids[sampler].draw(*args, filters)
-
-        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *map(draw_block, worlds))
-
-    grid = dataclasses.replace(plain["leap"], draw=draw)
+    grid = process.samplers(SamplingOptions(num_steps=NUM_STEPS, rate_scale=rate_scale))[sampler]
 
     def run(tables, key, canvas):
         network = oracles.oracle(family, tables)
@@ -74,19 +52,18 @@ def march(family):
 
         return jax.lax.scan(step, grid.start(key, canvas), length=NUM_STEPS + EXTRA)
 
-    B = sum(nums)
-    canvas = oracles.canvas_of([""] * B, ROOM["num_letters"], L)
+    nums = list(NUM_ROWS.values())
+    canvas = oracles.canvas_of([""] * sum(nums), ROOM["num_letters"], L)
     run = jax.jit(run, compiler_options=OPTIMISE)
-    tables = oracles.tables([world for world, _ in pairs], nums)
-    state, path = run(tables, oracles.row_keys(7, B), canvas)
+    state, path = run(oracles.tables(NUM_ROWS, nums), oracles.row_keys(7, sum(nums)), canvas)
     assert state.done.all()
     path = np.asarray(path)
 
-    def at(pair, t):
-        at_end = t == 0 and grids[pair[1]].repeat_last
-        return path[-1 if at_end else round(NUM_STEPS * (1 - t)) - 1, rows[pair]]
+    def at(rows, t):
+        return path[round(NUM_STEPS * (1 - t)) - 1 if t else -1, rows]
 
-    return {pair: functools.partial(at, pair) for pair in pairs}
+    ends = zip(NUM_ROWS, nums, np.cumsum(nums), strict=True)
+    return {world: functools.partial(at, slice(end - num, end)) for world, num, end in ends}
 
 
 # --- Laws ------------------------------------------------------------------------------------------------------------
@@ -105,7 +82,7 @@ def test_forward_law_of_the_oracle(family):
 @pytest.mark.parametrize("t", [0.75, 0.5, 0.25, 0.0])
 def test_reverse_marginals_equal_forward_marginals(family, sampler, t):
     """Texts of lengths 0 to 3 with repeated letters; at t = 0 the law of the text is that of the data."""
-    at = march(family)[MIXTURE, sampler]
+    at = march(family, sampler)[MIXTURE]
     allowance = DISCRETISATION[sampler] * (1 - t) + START[3]
     tv, bound = oracles.tv_and_bound(at(t), MIXTURE.forward(family, t), allowance=allowance)
     assert tv < bound
@@ -119,7 +96,7 @@ def test_point_mass_is_recovered(world, family, sampler):
     Otherwise at first order in the step: DILM-M may put two letters into one step that exclude each other (aabaa),
     and "euler" leaves a token out with the probability of test_what_euler_leaves_out.
     """
-    at = march(family)[world, sampler]
+    at = march(family, sampler)[world]
     complete = (at(0) == world.find(*world.law)).mean()
     outside = (at(0) == world.outside).mean()
     if family == "joint" or world is DISTINCT:
@@ -130,9 +107,10 @@ def test_point_mass_is_recovered(world, family, sampler):
         assert complete > 1 - 4 * L / NUM_STEPS
 
 
+@pytest.mark.slow
 def test_what_euler_leaves_out():
     """DILM-M's "euler" fires with 1 − exp(−γΔ·l): a token is never inserted with probability Π exp(−γΔ)."""
-    at = march("independent")[DISTINCT, "euler"]
+    at = march("independent", "euler")[DISTINCT]
     t = 1 - np.arange(NUM_STEPS) / NUM_STEPS
     left_out = math.exp(-(oracles.rate(t) / np.expm1(oracles.total(t)) / NUM_STEPS).sum())
     missing = L - DISTINCT.num_kept[at(0)]
@@ -141,7 +119,8 @@ def test_what_euler_leaves_out():
     assert left_out - error < missing.mean() / L < left_out * (1 + 2 * L / NUM_STEPS) + error
 
 
-def test_all_five_present():
+@pytest.mark.parametrize("sampler", ["leap", pytest.param("euler", marks=pytest.mark.slow)])
+def test_all_five_present(sampler):
     """P(5 of 5 tokens present at t = 0.25), docs/MATH.md 1: e^{−σ̄} forward, a little less from the empty canvas."""
     forward = DISTINCT.forward("joint", 0.25)[DISTINCT.find("abcde")]
     assert forward == pytest.approx(math.exp(-oracles.total(0.25)))
@@ -149,22 +128,21 @@ def test_all_five_present():
     exact = present_by_master_equation(5, 0.25)
     assert exact == pytest.approx(0.358, abs=1e-3)
     assert forward - START[5] < exact < forward
-    for sampler in ("leap", "euler"):
-        assert abs(all_present("joint", sampler) - exact) < binomial_error(exact) + DISCRETISATION[sampler], sampler
+    present = (march("joint", sampler)[DISTINCT](0.25) == DISTINCT.find("abcde")).mean()
+    assert abs(present - exact) < binomial_error(exact, NUM_ROWS[DISTINCT]) + DISCRETISATION[sampler]
 
 
+@pytest.mark.slow
 def test_rate_scale_of_code_whose_rate_is_not_the_derivative():
     """With the extra factor ln r of docs/MATH.md 1 far too much is there at t = 0.25."""
-    exact = present_by_master_equation(5, 0.25, SCALE)
+    scale = math.log(oracles.SIGMA_MAX / oracles.SIGMA_MIN)
+    exact = present_by_master_equation(5, 0.25, scale)
     assert exact == pytest.approx(0.917, abs=1e-3)
-    assert abs(all_present("joint", "scaled") - exact) < binomial_error(exact) + DISCRETISATION["euler"]
+    present = (march("joint", "euler", scale)[DISTINCT](0.25) == DISTINCT.find("abcde")).mean()
+    assert abs(present - exact) < binomial_error(exact, NUM_ROWS[DISTINCT]) + DISCRETISATION["euler"]
 
 
-def all_present(family, sampler):
-    return (march(family)[DISTINCT, sampler](0.25) == DISTINCT.find("abcde")).mean()
-
-
-def binomial_error(p, num=NUM_ROWS[DISTINCT]):
+def binomial_error(p, num):
     return 4 * math.sqrt(p * (1 - p) / num)
 
 
