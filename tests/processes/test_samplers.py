@@ -18,7 +18,7 @@ from dilm_jax.sampling import Filters, SamplingOptions
 from oracles import World
 
 L = 5
-NUM_STEPS = 80
+NUM_STEPS = 64
 EXTRA = 8  # repeats of the last step that end every row
 OPTIMISE = {"xla_backend_optimization_level": 1}  # these programs run for long
 SAMPLERS = [(family, "leap") for family in oracles.FAMILIES]
@@ -28,7 +28,7 @@ ROOM = {"num_letters": 5, "max_length": L, "num_states": 32}
 MIXTURE = World({"": 0.05, "b": 0.15, "ab": 0.2, "aa": 0.1, "aba": 0.25, "abb": 0.15, "bbb": 0.1}, **ROOM)
 DISTINCT = World({"abcde": 1.0}, **ROOM)
 REPEATS = World({"aabaa": 1.0}, **ROOM)
-NUM_ROWS = {MIXTURE: 2500, DISTINCT: 800, REPEATS: 250}
+NUM_ROWS = {MIXTURE: 2000, DISTINCT: 600, REPEATS: 200}
 
 # TV that a grid of N steps costs: at most one token a step ("leap", and joint noising's "euler"), tokens drawn apart
 # in the gaps of one step, and those that DILM-M's "euler" leaves out. Measured with N = 40 and 160.
