@@ -40,6 +40,17 @@ CHOICES = {
     "sampling.sampler": ("leap", "euler"),
 }
 
+# Keys that have an effect only with certain values of another one: refused otherwise, unless at their default.
+NEEDS = {
+    "loss.max_weight": ("loss.weighting", ("elbo",)),
+    "optim.cosine_cycles": ("optim.schedule", ("cosine",)),
+    "optim.floor": ("optim.schedule", ("cosine",)),
+    "sampling.rate_scale": ("sampling.sampler", ("euler",)),
+    "sampling.gap_temperature": ("process.family", ("joint",)),
+    "sampling.gap_top_k": ("process.family", ("joint",)),
+    "sampling.gap_top_p": ("process.family", ("joint",)),
+}
+
 
 def default_config() -> ml_collections.ConfigDict:
     """All keys at their defaults, locked."""
@@ -85,7 +96,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.optim.learning_rate = 1e-4
     config.optim.schedule = "constant"
     config.optim.warmup_steps = 500
-    config.optim.cosine_cycles = 1.0  # full periods of the cosine from the end of warm-up to num_steps, half = decay
+    config.optim.cosine_cycles = 0.5  # full periods of the cosine from the end of warm-up to num_steps, half = decay
     config.optim.floor = 0.0  # smallest learning rate of the cosine
     config.optim.weight_decay = 0.01  # on matrices only
     config.optim.beta1 = 0.9
@@ -114,7 +125,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.sampling.temperature = 0.0  # of the token; 0 is greedy
     config.sampling.top_k = 0  # 0 is off
     config.sampling.top_p = 1.0
-    config.sampling.gap_temperature = 0.0
+    config.sampling.gap_temperature = 0.0  # of the gap, in families that choose one of all gaps
     config.sampling.gap_top_k = 0
     config.sampling.gap_top_p = 1.0
 
@@ -143,6 +154,12 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
         if not 0 <= _get(config, key) < 1:
             raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")
     validate_sampling(config)
+    for key, (other, values) in NEEDS.items():
+        if _get(config, key) != _get(default_config(), key) and _get(config, other) not in values:
+            raise ValueError(
+                f"config.{key} = {_get(config, key)} has an effect only with config.{other} = {' or '.join(values)}, "
+                f"which is {_get(config, other)}; leave it at {_get(default_config(), key)}"
+            )
     for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
         if _get(config, key) > SPLIT_SIZES[split]:
             raise ValueError(
@@ -339,7 +356,6 @@ SMALL = {
     "model.dtype": "float32",
     "optim.learning_rate": 1e-3,
     "optim.schedule": "cosine",
-    "optim.cosine_cycles": 0.5,
     "optim.ema_decay": 0.999,
     "train.eval_every": 500,
     "train.checkpoint_every": 500,

@@ -26,7 +26,8 @@ Network = Callable[[Canvas, Float[Array, " B"]], Scores]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Filter:
-    """How to draw from logits, with the semantics of Hugging Face's warpers, applied in this order.
+    """How to draw from logits, with the semantics of Hugging Face's warpers, applied in this order. Entries that tie
+    with the smallest one kept are kept too.
 
     Attributes:
       temperature: divides the logits; 0 takes the argmax.
@@ -45,6 +46,11 @@ class Filter:
             raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            raise ValueError(
+                f"top_k {self.top_k} and top_p {self.top_p:g} have no effect at temperature 0, which takes the argmax; "
+                "give a temperature above 0 with them"
+            )
 
     def __call__(self, logits: Float[Array, "*B N"]) -> Float[Array, "*B N"]:
         """Logits of the filtered distribution; −inf where it is 0."""
@@ -196,11 +202,13 @@ class Grid:
     """Marches t = 1, 1 − 1/N, …, 0. With `repeat_last` the step that ends at 0 is repeated while it inserts, so
     that nothing the length head still expects is left out. For t < eps the model is the one at eps.
 
-    A row is done early when the canvas is full or no gap is open.
+    A row is done early when its text is as long as the family allows, when no gap is open, or when an insertion was
+    left out.
     """
 
     num_steps: int
     eps: float
+    max_length: int  # content tokens; the canvas may have fewer columns, or more
     draw: DrawStep
     repeat_last: bool
 
@@ -214,7 +222,7 @@ class Grid:
             nfe=zeros,
             saturated=zeros,
             truncated=jnp.zeros(B, bool),
-            done=self._cannot_insert(canvas),
+            done=self._nothing_due(canvas),
             carry=zeros,  # the step's index
         )
 
@@ -236,7 +244,7 @@ class Grid:
             nfe=state.nfe + ~state.done,
             saturated=state.saturated + (drawn.saturated & ~state.done),
             truncated=state.truncated | truncated,
-            done=state.done | finished | self._cannot_insert(canvas),
+            done=state.done | finished | truncated | self._nothing_due(canvas),
             carry=next_step,
         )
 
@@ -247,5 +255,6 @@ class Grid:
         # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.
         return (self.num_steps - step).astype(jnp.float32) / self.num_steps
 
-    def _cannot_insert(self, canvas):
-        return (canvas.length >= canvas.num_columns) | ~canvas.open_gap.any(-1)
+    def _nothing_due(self, canvas):
+        longest = self.max_length + canvas_lib.NUM_SPECIAL_COLUMNS
+        return (canvas.length >= longest) | ~canvas.open_gap.any(-1)

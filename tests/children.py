@@ -7,6 +7,7 @@ Shape and type checks are off in them, as they are for users.
 import dataclasses
 import functools
 import importlib.util
+import json
 import multiprocessing
 import os
 import pathlib
@@ -14,6 +15,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -45,6 +47,7 @@ class Child:
         self._files = [os.path.join(self._directory.name, name) for name in ("out", "err")]
         self._process = _context().Process(target=_run, args=(*self._files, function, *args), daemon=True)
         self._process.start()
+        self._result, self._lock = None, threading.Lock()
 
     def running(self) -> bool:
         return self._process.is_alive()
@@ -54,6 +57,12 @@ class Child:
 
     def result(self) -> Result:
         """Waits for it to end."""
+        with self._lock:
+            if self._result is None:
+                self._result = self._wait()
+        return self._result
+
+    def _wait(self) -> Result:
         self._process.join(TIMEOUT)
         if self._process.exitcode is None:
             self._process.kill()
@@ -86,6 +95,13 @@ def train_smoke(family: str, workdir: str | os.PathLike, cache=None, before: Cal
     return command("dilm_jax.main", *argv, before=before, cache=cache)
 
 
+def eval_card(workdir: pathlib.Path) -> dict:
+    """eval.json without the commit, which may change while the tests run."""
+    card = json.loads((workdir / "eval.json").read_text())
+    assert card.pop("commit")
+    return card
+
+
 def on_eight_devices(test: Callable) -> Callable:
     """Runs a test in a process of its own that has eight fake devices."""
 
@@ -103,9 +119,17 @@ def on_eight_devices(test: Callable) -> Callable:
 
 
 def kill_after_line(step: int) -> None:
-    """kill -9 as soon as metrics.jsonl has a line of that step."""
+    """kill -9 as soon as metrics.jsonl has a line of that step; the checkpoints before it are complete."""
+    from dilm_jax.checkpoint import Checkpointer
     from dilm_jax.metrics import MetricsWriter
 
+    save = Checkpointer.save
+
+    def save_and_wait(checkpointer, *args, **kwargs):
+        save(checkpointer, *args, **kwargs)
+        checkpointer.wait()
+
+    Checkpointer.save = save_and_wait
     _kill_after(MetricsWriter, "write", lambda writer, at, metrics: at == step)
 
 

@@ -1,5 +1,7 @@
 """Every test runs on the CPU unless told otherwise, with the shapes and types of dilm_jax's annotations checked."""
 
+import concurrent.futures
+import functools
 import importlib.metadata
 import os
 
@@ -26,13 +28,47 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _start_early(request):
+    """Runs that some tests ask for go on while others run."""
+    for name in ("smoke_training", "killed_training"):
+        if any(name in item.fixturenames for item in request.session.items):
+            request.getfixturevalue(name)
+
+
 @pytest.fixture(scope="session")
-def smoke_runs(tmp_path_factory, cache):
-    """Workdirs by family of two complete runs of `children.train_smoke`."""
+def smoke_training(tmp_path_factory, cache):
+    """Workdirs and processes by family of two runs of `children.train_smoke`."""
     import children
 
     workdirs = {family: tmp_path_factory.mktemp("runs") / family for family in ("joint", "independent")}
-    for child in [children.train_smoke(family, workdir, cache) for family, workdir in workdirs.items()]:
+    return {family: (workdir, children.train_smoke(family, workdir, cache)) for family, workdir in workdirs.items()}
+
+
+@pytest.fixture(scope="session")
+def smoke_runs(smoke_training):
+    """Workdirs by family of two complete runs."""
+    for _, child in smoke_training.values():
         result = child.result()
         assert result.code == 0, result.err
-    return workdirs
+    return {family: workdir for family, (workdir, _) in smoke_training.items()}
+
+
+@pytest.fixture(scope="session")
+def killed_training(smoke_training, tmp_path_factory, cache):
+    """A run of joint that is killed twice, then completes: its workdir, and the future list of the results."""
+    import children
+
+    workdir = tmp_path_factory.mktemp("killed") / "joint"
+    kills = (
+        functools.partial(children.kill_after_line, 13),
+        functools.partial(children.kill_after_checkpoint, 20),
+        None,
+    )
+
+    def run():
+        smoke_training["joint"][1].result()  # whose compiled programs it takes
+        return [children.train_smoke("joint", workdir, cache, kill).result() for kill in kills]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        yield workdir, thread.submit(run)

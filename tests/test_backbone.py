@@ -400,7 +400,14 @@ def scanned():
     return value_and_grad(scan=True, remat=False, length_head=None, stop_head=False)
 
 
-@pytest.mark.parametrize(("scan", "remat"), [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("scan", "remat"),
+    [
+        pytest.param(True, True, marks=pytest.mark.slow),
+        (False, False),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_scan_and_remat_change_nothing(scan, remat):
     scores, grads = value_and_grad(scan=scan, remat=remat, length_head=None, stop_head=False)
     expected, expected_grads = scanned()

@@ -19,6 +19,7 @@ MAIN, EVALUATE, GENERATE = "dilm_jax.main", "dilm_jax.evaluate", "dilm_jax.gener
 # --- Wrong input -----------------------------------------------------------------------------------------------------
 
 SMOKE = "--config=configs/star_tiny_joint.py:smoke"
+AS_TRAINED = [SMOKE, "--config.num_steps=30", "--config.model.num_layers=1"]
 LONG = "--prompt=" + "0>1 " * 7 + "0>>1"
 
 # Command, flags ({…} is replaced), and what its one line must say.
@@ -42,12 +43,13 @@ WRONG = [
     (MAIN, [SMOKE, "--config.optim.warmup_steps=-1"], "config.optim.warmup_steps must not be negative, got -1"),
     (MAIN, [SMOKE, "--config.optim.beta1=1"], "config.optim.beta1 must be in \\[0, 1\\), got 1"),
     (MAIN, [SMOKE, "--config.eval.num_valid=101"], "config.eval.num_valid is 101, but the valid split has 100"),
+    (MAIN, [SMOKE, "--config.loss.max_weight=9"], "loss.max_weight = 9.0 has an effect only with .*weighting = elbo"),
     (MAIN, [SMOKE, "--config.loss.length=poisson_mean"], "sampler='leap' .* loss.length='poisson_mean'"),
     (MAIN, [SMOKE, "--config.process.schedule.sigma_min=50"], "0 < sigma_min < sigma_max, got 50.0 and 30.0"),
-    (MAIN, [SMOKE, "--init_from={tmp}/nowhere"], "no checkpoints at {tmp}/nowhere/checkpoints"),
+    (MAIN, [*AS_TRAINED, "--init_from={tmp}/nowhere"], "no checkpoints at {tmp}/nowhere/checkpoints"),
     (MAIN, [SMOKE, "--workdir={run}"], "{run} was trained with model.num_layers = 1, now 2: .* --init_from"),
-    (MAIN, [SMOKE, "--workdir={tmp}/rows.jsonl"], "Not a directory: .*rows.jsonl"),
-    (MAIN, [SMOKE, "--config.num_steps=30", "--config.model.num_layers=1", "--workdir={corrupt}"],
+    (MAIN, [*AS_TRAINED, "--workdir={tmp}/rows.jsonl"], "Not a directory: .*rows.jsonl"),
+    (MAIN, [*AS_TRAINED, "--workdir={corrupt}"],
      "{corrupt}/checkpoints/30 cannot be read .*; delete that directory to fall back to the step before it \\(20\\)"),
     (EVALUATE, [], "--workdir is missing"),
     (EVALUATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
@@ -59,7 +61,8 @@ WRONG = [
     (EVALUATE, ["--workdir={run}", "--steps=0"], "num_steps must be at least 1, got 0"),
     (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
     (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
-    (GENERATE, ["--workdir={run}", LONG], "prompt has 16 tokens, the model takes at most 14"),
+    (GENERATE, ["--workdir={run}", "--top_p=0.9"], "top_p 0.9 have no effect at temperature 0"),
+    (GENERATE, ["--workdir={run}", LONG], "the prompt has 16 tokens, star_tiny takes at most 10"),
     (GENERATE, ["--workdir={run}", "--prompt=0>6 0>>6"], "unknown node 6 in the prompt: the nodes are 0 to 5"),
     (GENERATE, ["--workdir={run}", "--prompt=0>1 0>>1", "--input=x"], "--prompt and --input exclude each other"),
     (GENERATE, ["--workdir={run}", "--input={tmp}/nowhere.jsonl"], "no file {tmp}/nowhere.jsonl"),
@@ -90,11 +93,11 @@ def places(smoke_runs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("module, argv, says", WRONG, ids=[f"{m.split('.')[1]} {' '.join(a)}" for m, a, _ in WRONG])
-def test_wrong_input_is_one_line(places, tmp_path, module, argv, says):
+def test_wrong_input_is_one_line(places, tmp_path, cache, module, argv, says):
     argv = [flag.format(**places) for flag in argv]
     if module == MAIN and not any(flag.startswith("--workdir=") for flag in argv):
         argv.append(f"--workdir={tmp_path / 'run'}")
-    result = children.command(module, *argv).result()
+    result = children.command(module, *argv, cache=cache).result()
     assert result.code == 2, result.err
     (line,) = result.err.splitlines()
     assert line.startswith("error: ") and len(line) < 700
@@ -213,7 +216,7 @@ def test_no_row_is_no_row(warm):
 def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_path, cache):
     """evaluate repeats the evaluation that ended training; generate writes the same samples, as text and as jsonl."""
     run = pathlib.Path(shutil.copytree(smoke_runs["joint"], tmp_path / "run"))
-    before = json.loads((run / "eval.json").read_text())
+    before = children.eval_card(run)
     (run / "eval.json").unlink()
     source = star.StarSource(task=star.TASKS["tiny"], split="test", seed=0)
     examples = [source[i] for i in range(8)]
@@ -228,7 +231,7 @@ def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_pa
     results = [child.result() for child in started]
     assert [result.code for result in results] == [0, 0, 0], results
 
-    assert json.loads((run / "eval.json").read_text()) == before
+    assert children.eval_card(run) == before
     assert f"eval/exact_match     {before['eval/exact_match']:.4f}" in results[0].out
     samples = [json.loads(line) for line in (run / "samples" / "test.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -67,10 +67,9 @@ def test_filters_keep_all_that_tie():
 
 def test_temperature_zero_is_argmax():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 50)), jnp.float32)
-    for greedy in (GREEDY, Filter(temperature=0, top_k=3, top_p=0.2)):
-        filtered = greedy(logits)
-        np.testing.assert_array_equal(np.isfinite(filtered).sum(-1), 1)
-        np.testing.assert_array_equal(filtered.argmax(-1), logits.argmax(-1))
+    filtered = GREEDY(logits)
+    np.testing.assert_array_equal(np.isfinite(filtered).sum(-1), 1)
+    np.testing.assert_array_equal(filtered.argmax(-1), logits.argmax(-1))
     assert GREEDY(jnp.zeros(5))[0] == 0  # the first of equals
 
 
@@ -82,6 +81,12 @@ def test_filter_works_in_float32():
 def test_filter_refuses(bad):
     with pytest.raises(ValueError, match=str(*bad.values())):
         Filter(**bad)
+
+
+@pytest.mark.parametrize("ignored", [{"top_k": 3}, {"top_p": 0.2}])
+def test_filter_refuses_what_the_argmax_would_ignore(ignored):
+    with pytest.raises(ValueError, match=f"{next(iter(ignored.values()))} .*no effect at temperature 0"):
+        Filter(temperature=0, **ignored)
 
 
 @pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": 4, "rate_scale": 0.0}])
@@ -388,7 +393,7 @@ def test_a_larger_canvas_gives_the_same_texts(family):
 @pytest.mark.parametrize("num_steps", [1, 3, 7, 49, 80, 100, 200, 1000])
 def test_a_grid_runs_from_exactly_one_to_exactly_zero(num_steps):
     """Compiled as in production: a fused multiply-add made the last s negative, and no token was inserted for NaN."""
-    grid = Grid(num_steps=num_steps, eps=1e-4, draw=draw_nothing, repeat_last=False)
+    grid = Grid(num_steps=num_steps, eps=1e-4, max_length=L, draw=draw_nothing, repeat_last=False)
     time = jax.jit(grid._time, compiler_options={"xla_backend_optimization_level": 3})
     t = np.asarray(time(jnp.arange(num_steps + 1, dtype=jnp.int32)))
     assert t[-1] == 0
@@ -409,7 +414,7 @@ def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
         jax.debug.callback(lambda t, s: seen.append((t, s)), t[0], s[0])
         return draw_nothing(key, scores, canvas, t, s, filters)
 
-    grid = Grid(num_steps=5, eps=eps, draw=draw, repeat_last=False)
+    grid = Grid(num_steps=5, eps=eps, max_length=L, draw=draw, repeat_last=False)
     state, clocks = grid.start(oracles.row_keys(0, 1), oracles.canvas_of([""], NUM_LETTERS, L)), []
     advance = jax.jit(lambda state: grid.advance(None, state, Filters()))
     while not state.done.all():
@@ -420,6 +425,28 @@ def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
     np.testing.assert_allclose(seen, [(1, 0.8), (0.8, 0.6), (0.6, 0.4), (0.4, 0.2), (0.2, 0)], atol=1e-6)
     assert state.nfe[0] == 5
     assert state.saturated[0] == 3
+
+
+@pytest.mark.parametrize("family, sampler", [("joint", "euler"), ("independent", "leap")])
+def test_a_canvas_too_small_for_what_is_due(family, sampler):
+    """A row that is full is flagged if the model still expects tokens, and only then; with room to spare it would
+    have inserted them."""
+    process = oracles.make_process(family, NUM_LETTERS, L + 4)
+    grid = process.samplers(SamplingOptions(num_steps=100))[sampler]
+    missing = jnp.array([0, 0, 2, 2])  # beyond the canvas
+
+    def network(canvas, clock):
+        left = L + 2 + missing - canvas.length
+        if family == "independent":
+            left = jnp.where(jnp.arange(canvas.num_columns) == canvas.open_gap.argmax(-1)[:, None], left[:, None], 0)
+        logits = jnp.broadcast_to(jnp.where(jnp.arange(V) >= LETTER, 0.0, -jnp.inf), (*canvas.tokens.shape, V))
+        lengths = jnp.where(jnp.arange(L + 5) == left[..., None], 0.0, -jnp.inf)
+        return Scores(logits=logits, length_logits=lengths, stop_logits=None)
+
+    run = jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters()))
+    state = run(oracles.row_keys(0, 4), oracles.canvas_of(["abc"] * 4, NUM_LETTERS, L))
+    np.testing.assert_array_equal(state.canvas.length, L + 2)
+    np.testing.assert_array_equal(state.truncated, missing > 0)
 
 
 def test_more_gaps_fire_than_cells_are_free():

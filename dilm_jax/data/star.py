@@ -259,6 +259,6 @@ def parse_prompt(task: StarTask, text: str) -> list[int]:
         raise ValueError(f"the prompt ends with the edge {pieces[-1]!r}: it must end with source>>goal")
     if len(prompt) % 2:
         raise ValueError(f"the prompt has {len(prompt)} tokens, an odd number: write pairs of nodes, then source, goal")
-    if len(prompt) > task.max_length:
-        raise ValueError(f"prompt has {len(prompt)} tokens, the model takes at most {task.max_length}")
+    if len(prompt) > task.max_prompt:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, star_{task.name} takes at most {task.max_prompt}")
     return prompt

@@ -103,7 +103,13 @@ class Independent:
                 saturated = (canvas.open_gap & (due > 1)).any(-1)
                 return Insertions(insert=insert, tokens=tokens, saturated=saturated)
 
-            return Grid(num_steps=options.num_steps, eps=self.eps, draw=draw, repeat_last=repeat_last)
+            return Grid(
+                num_steps=options.num_steps,
+                eps=self.eps,
+                max_length=self.max_length,
+                draw=draw,
+                repeat_last=repeat_last,
+            )
 
         def euler(scores, canvas, t, s):
             rate = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale

@@ -59,11 +59,11 @@ class Joint:
         """The token and length terms of docs/MATH.md 4; the token term keeps its 1/S̃ under every weighting."""
         config, t, n_left = self.loss_config, targets.t, targets.num_dropped
         n, empty = targets.x0.free.sum(-1), canvas.num_free == 0
-        log_s_n = jnp.take_along_axis(self._log_S(t), n[:, None], axis=-1)[:, 0]
-        log_s_n = jnp.where(empty, log_s_n, 0.0)  # log S̃
+        log_s = self._log_S(t)
+        log_s_n = jnp.where(empty, jnp.take_along_axis(log_s, n[:, None], axis=-1)[:, 0], 0.0)  # log S̃
 
         log_p_left = self._log_p_left(scores, canvas)
-        log_expected = self._log_expected(log_p_left, canvas, t)
+        log_expected = self._log_expected(log_p_left, canvas, log_s)
         log_w_token, log_w_length = losses.log_weights(
             config,
             jnp.log(self.schedule.rate(t) / self.schedule.total(t)),
@@ -91,7 +91,13 @@ class Joint:
                 insert, tokens = draw_one_gap(k_draw, scores, canvas, fires, filters)
                 return Insertions(insert=insert, tokens=tokens, saturated=due > 1)
 
-            return Grid(num_steps=options.num_steps, eps=self.eps, draw=draw, repeat_last=repeat_last)
+            return Grid(
+                num_steps=options.num_steps,
+                eps=self.eps,
+                max_length=self.max_length,
+                draw=draw,
+                repeat_last=repeat_last,
+            )
 
         def euler(scores, canvas, t, s):
             due = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale * (t - s)
@@ -101,7 +107,7 @@ class Joint:
 
     def insertion_rate(self, scores, canvas, t):
         """λ̂_t(x) [B] of the reverse chain: (σ_t/σ̄_t)·E_l[l], at m = 0 (σ_t/σ̄_t)·E_l[l/S(l, σ̄_t)]."""
-        log_expected = self._log_expected(self._log_p_left(scores, canvas), canvas, t)
+        log_expected = self._log_expected(self._log_p_left(scores, canvas), canvas, self._log_S(t))
         return jnp.exp(log_expected) * self.schedule.rate(t) / self.schedule.total(t)
 
     def _fire_probability(self, scores, canvas, t, s):
@@ -130,11 +136,12 @@ class Joint:
         num_lengths = self.max_length + 1
         return losses.log_length_probs(scores.length_logits, losses.free_cells(canvas, num_lengths))
 
-    def _log_expected(self, log_p_left, canvas, t):
+    def _log_expected(self, log_p_left, canvas, log_s):
         """log E_l[l], at m = 0 log E_l[l/S(l, σ̄_t)]: the insertion rate over σ_t/σ̄_t."""
         log_left = jnp.log(jnp.arange(self.max_length + 1.0))
         empty = (canvas.num_free == 0)[:, None]
-        return losses.log_mean(log_p_left, jnp.where(empty, log_left - self._log_S(t), log_left))
+        return losses.log_mean(log_p_left, jnp.where(empty, log_left - log_s, log_left))
 
     def _log_S(self, t):
+        """log S(l, σ̄_t) [B, K], l = 0..max_length."""
         return log_S(self.max_length, self.schedule.total(t), concrete_total(self.schedule, 1.0))

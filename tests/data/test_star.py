@@ -289,7 +289,7 @@ def test_text_forms():
         ("a b", "cannot read 'a'"),
         ("0>1 0>>2 1>2", "'0>>2' must be the last word of the prompt, but '1>2' follows it"),
         ("0>1 1>2", "the prompt ends with the edge '1>2': it must end with source>>goal"),
-        ("0 1 " * 20, "prompt has 40 tokens, the model takes at most 14"),
+        ("0 1 " * 20, "the prompt has 40 tokens, star_tiny takes at most 10"),
     ],
 )
 def test_prompt_errors_name_the_value(text, message):
