@@ -31,24 +31,28 @@ CHOICES = {
     "process.schedule.name": tuple(SCHEDULES),
     "model.dtype": ("float32", "bfloat16"),
     "loss.kernel": ("exact", "paper"),
+    "loss.alignment": ("sampled", "marginal"),
     "loss.length": ("cross_entropy", "poisson_mean"),
     "loss.weighting": ("elbo", "self_normalized", "normalized"),
     "loss.targets": ("gather", "dense"),
     "loss.time_sampling": ("uniform", "importance"),
     "optim.schedule": ("constant", "cosine"),
     "train.matmul_precision": ("default", "highest"),
-    "sampling.sampler": ("leap", "euler"),
+    "sampling.sampler": ("leap", "euler", "event"),
 }
 
-# Keys that have an effect only with certain values of another one: refused otherwise, unless at their default.
+# Keys that have an effect only beside one of these values of others: refused otherwise, unless at their default.
+_CHOOSES_A_GAP = {"process.family": "joint", "sampling.sampler": "event"}
 NEEDS = {
-    "loss.max_weight": ("loss.weighting", ("elbo",)),
-    "optim.cosine_cycles": ("optim.schedule", ("cosine",)),
-    "optim.floor": ("optim.schedule", ("cosine",)),
-    "sampling.rate_scale": ("sampling.sampler", ("euler",)),
-    "sampling.gap_temperature": ("process.family", ("joint",)),
-    "sampling.gap_top_k": ("process.family", ("joint",)),
-    "sampling.gap_top_p": ("process.family", ("joint",)),
+    "loss.targets": {"loss.alignment": "sampled"},
+    "loss.max_weight": {"loss.weighting": "elbo"},
+    "optim.cosine_cycles": {"optim.schedule": "cosine"},
+    "optim.floor": {"optim.schedule": "cosine"},
+    "sampling.rate_scale": {"sampling.sampler": "euler"},
+    "sampling.calls": {"sampling.sampler": "event"},
+    "sampling.gap_temperature": _CHOOSES_A_GAP,
+    "sampling.gap_top_k": _CHOOSES_A_GAP,
+    "sampling.gap_top_p": _CHOOSES_A_GAP,
 }
 
 
@@ -86,6 +90,7 @@ def default_config() -> ml_collections.ConfigDict:
 
     config.loss = ml_collections.ConfigDict()
     config.loss.kernel = "exact"
+    config.loss.alignment = "sampled"
     config.loss.length = "cross_entropy"
     config.loss.weighting = "self_normalized"
     config.loss.max_weight = math.inf  # clips the coefficient of weighting "elbo"
@@ -121,6 +126,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.sampling = ml_collections.ConfigDict()
     config.sampling.sampler = "leap"
     config.sampling.num_steps = 200  # of the time grid
+    config.sampling.calls = 2  # network calls a token of "event": 2 is exact
     config.sampling.rate_scale = 1.0  # multiplies the rate of "euler"
     config.sampling.temperature = 0.0  # of the token; 0 is greedy
     config.sampling.top_k = 0  # 0 is off
@@ -133,6 +139,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.eval.num_valid = 100  # examples of the periodic evaluation
     config.eval.num_test = 5_000  # examples of the evaluation after training
     config.eval.batch_size = 100  # examples sampled at once
+    config.eval.num_times = 4  # draws of the noising time an example for the likelihood bound
     return config.lock()
 
 
@@ -154,11 +161,12 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
         if not 0 <= _get(config, key) < 1:
             raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")
     validate_sampling(config)
-    for key, (other, values) in NEEDS.items():
-        if _get(config, key) != _get(default_config(), key) and _get(config, other) not in values:
+    for key, needed in NEEDS.items():
+        default = _get(default_config(), key)
+        if _get(config, key) != default and not any(_get(config, other) == value for other, value in needed.items()):
+            wanted = " or ".join(f"config.{other} = {value}" for other, value in needed.items())
             raise ValueError(
-                f"config.{key} = {_get(config, key)} has an effect only with config.{other} = {' or '.join(values)}, "
-                f"which is {_get(config, other)}; leave it at {_get(default_config(), key)}"
+                f"config.{key} = {_get(config, key)} has an effect only with {wanted}; leave it at {default}"
             )
     for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
         if _get(config, key) > SPLIT_SIZES[split]:
@@ -181,10 +189,11 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
 def validate_sampling(config: ml_collections.ConfigDict) -> None:
     """The part of `validate` that a command which overrides config.sampling repeats."""
     _check_choice(config, "sampling.sampler")
-    if config.sampling.sampler == "leap" and config.loss.length == "poisson_mean":
+    sampler = config.sampling.sampler
+    if sampler in PROCESSES[config.process.family].READS_POSTERIOR and config.loss.length == "poisson_mean":
         raise ValueError(
-            "config.sampling.sampler='leap' reads the length posterior, of which loss.length='poisson_mean' fits the "
-            "mean only; use sampling.sampler='euler' or loss.length='cross_entropy'"
+            f"config.sampling.sampler={sampler!r} reads the length posterior, of which loss.length='poisson_mean' fits "
+            "the mean only; use sampling.sampler='euler' or loss.length='cross_entropy'"
         )
 
 
@@ -217,6 +226,7 @@ _POSITIVE = (
     "eval.num_valid",
     "eval.num_test",
     "eval.batch_size",
+    "eval.num_times",
 )
 _NOT_NEGATIVE = ("seed", "data.seed", "optim.warmup_steps", "optim.floor", "optim.weight_decay", "optim.adam_eps")
 
@@ -274,7 +284,9 @@ def build(config: ml_collections.ConfigDict) -> Parts:
             split: StarSource(task=task, split=split, seed=config.data.seed) for split in ("train", "valid", "test")
         },
         sampler=config.sampling.sampler,
-        sampling=SamplingOptions(num_steps=config.sampling.num_steps, rate_scale=config.sampling.rate_scale),
+        sampling=SamplingOptions(
+            num_steps=config.sampling.num_steps, rate_scale=config.sampling.rate_scale, calls=config.sampling.calls
+        ),
         filters=Filters(
             token=Filter(
                 temperature=config.sampling.temperature, top_k=config.sampling.top_k, top_p=config.sampling.top_p

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Int
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import sampling, sharding
+from dilm_jax import coverage, likelihood, sampling, sharding
 from dilm_jax.canvas import Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
@@ -73,12 +74,30 @@ def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
     return sample
 
 
+def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) -> Callable[..., jax.Array]:
+    """Jitted (params, examples, seed [B], index [B]) → draws [B, N] of the likelihood bound in nats.
+
+    Row b depends on (seed[b], index[b]) and its own text alone.
+    """
+    apply = network(parts, mesh)
+    rows = sharding.batch_sharding(mesh)
+
+    @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
+    def bound(params, x0: Example, seed, index):
+        key = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seed, index)
+        return likelihood.bound_samples(process, functools.partial(apply, params), key, x0, num_times).T
+
+    return bound
+
+
 class Evaluator:
     """Evaluates a split; the batch size is a matter of memory only."""
 
-    def __init__(self, parts: Parts, mesh, batch_size: int):
+    def __init__(self, parts: Parts, mesh, batch_size: int, num_times: int):
         self._parts, self._mesh, self._batch_size = parts, mesh, batch_size
         self._sample = make_sampler(parts, mesh)
+        self._process = parts.process if isinstance(parts.process, likelihood.Bounded) else None
+        self._bound = make_bound(parts, self._process, mesh, num_times) if self._process else None
 
     def __call__(
         self, params, split: str, num_examples: int | None, seed: int
@@ -91,7 +110,7 @@ class Evaluator:
             raise ValueError(f"unknown split {split!r}; choose one of {', '.join(self._parts.sources)}")
         batches = loader.eval_batches(self._parts.sources[split], self._batch_size, num_examples)
         rows = loader.local_rows(self._batch_size, jax.process_index(), jax.process_count())
-        samples = []
+        samples, bounds = [], []
         for step in range(len(batches)):
             reference = Example(**batches.batch(step))
             index = np.arange(self._batch_size) + step * self._batch_size
@@ -99,10 +118,28 @@ class Evaluator:
             inputs = sharding.put_batch(local, self._mesh, self._batch_size)
             drawn = multihost_utils.process_allgather(self._sample(params, *inputs), tiled=True)
             scores = star.score(reference, drawn.tokens, drawn.length)
-            for b in np.flatnonzero(batches.weight(step)):
+            real = np.flatnonzero(batches.weight(step))
+            for b in real:
                 samples.append(describe_sample(reference, drawn, scores, int(b), len(samples)))
-        results = {f"eval/{name}": float(np.mean([row[name] for row in samples])) for name in _AVERAGED}
-        return results, samples
+            if self._bound:
+                draws = multihost_utils.process_allgather(self._bound(params, *inputs), tiled=True)
+                n = np.asarray(reference.free).sum(-1)
+                bounds.append((draws[real], n[real], np.asarray(reference.num_bytes)[real]))
+        results = {name: float(np.mean([row[name] for row in samples])) for name in _AVERAGED}
+        if self._process:
+            draws, n, num_bytes = map(np.concatenate, zip(*bounds, strict=True))
+            results |= likelihood.summarize(draws.T, n, num_bytes)
+            results["p_start_nonempty"] = float(np.mean(self._process.start_nonempty(jnp.asarray(n))))
+        return {f"eval/{name}": value for name, value in results.items()}, samples
+
+
+def coverage_warning(parts: Parts, split: str, num: int = 1000) -> str | None:
+    """One line if the schedule does not cover the first texts of a split (see coverage.py)."""
+    if not isinstance(parts.process, likelihood.Bounded):
+        return None
+    source = parts.sources[split]
+    rows = [source[i] for i in range(min(num, len(source)))]
+    return coverage.warning(parts.process, [int(row["length"] - row["frozen"].sum()) for row in rows])
 
 
 _AVERAGED = ("exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated")
@@ -135,12 +172,13 @@ def write_samples(path: pathlib.Path, samples: list[dict[str, Any]]) -> None:
 def card(parts: Parts, results: Mapping[str, float], *, split: str, num: int, checkpoint: int) -> dict[str, Any]:
     """The content of eval.json: how the numbers were obtained, then the numbers."""
     gap, token = parts.filters.gap, parts.filters.token
+    event = parts.sampler == "event"
+    effort = f"{parts.sampling.calls} calls a token" if event else f"{parts.sampling.num_steps} steps"
     return {
         "split": split,
         "n": num,
         "protocol": f"star_{parts.task.name}: complete the prompt, compare the whole answer; EMA parameters",
-        "sampler": f"{parts.sampler}, {parts.sampling.num_steps} steps, gap {describe_filter(gap)}, token "
-        f"{describe_filter(token)}",
+        "sampler": f"{parts.sampler}, {effort}, gap {describe_filter(gap)}, token {describe_filter(token)}",
         "checkpoint": checkpoint,
         "commit": commit(),
         **results,

@@ -1,5 +1,5 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
---input=FILE.jsonl] [--sampler=… --steps=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
+--input=FILE.jsonl] [--sampler=… --steps=… --calls=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
 
 Without a prompt the graphs come from the test split, and their answers are printed beside the paths. With --output
 the rows are written as jsonl instead; rows of --input are `{"prompt": …, "id": …, "seed": …}`, the last two optional.
@@ -21,8 +21,9 @@ _NUM = flags.DEFINE_integer("num", 8, "Samples: of a prompt, or of so many graph
 _PROMPT = flags.DEFINE_string("prompt", None, "Edges u>v, then source>>goal.")
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
-_SAMPLER = flags.DEFINE_string("sampler", None, "leap or euler; as in training unless given.")
+_SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of the time grid; as in training unless given.")
+_CALLS = flags.DEFINE_integer("calls", None, "Network calls a token of event, 2 (exact) or 1.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the sampling noise.", lower_bound=0, upper_bound=2**32 - 1)
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the token; 0 is greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Of the token; 0 is off.")
@@ -37,6 +38,7 @@ def main() -> None:
         _CHECKPOINT.value,
         sampler=_SAMPLER.value,
         num_steps=_STEPS.value,
+        calls=_CALLS.value,
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,

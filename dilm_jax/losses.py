@@ -1,19 +1,21 @@
-"""Loss terms of insertion processes (docs/MATH.md 4 and 4a): the only readers of scores in training.
+"""Loss terms of insertion processes (docs/MATH.md 4, 4a and 4b): the only readers of scores in training.
 
 A *kernel* p is the probability of the insertion (gap, token). Inserting w into any gap that touches a run of w's
 gives the same text; the exact term scores the sum over those gaps, the paper's scores one of them (its Remark 2).
 
-Token terms return log p of each dropped token [B, L], 0 elsewhere; length terms return nats [B]; weights are the
-caller's. Everything is float32 and finite for rows with nothing dropped, nothing kept, or no open gap.
+Token terms return Σ log p over the dropped tokens, length terms nats, both [B]; weights are the caller's. Everything is
+float32 and finite for rows with nothing dropped, nothing kept, or no open gap.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dilm_jax import alignment
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, InsertionTargets
@@ -27,14 +29,18 @@ class LossConfig:
 
     Attributes:
       kernel: "exact" sums over equivalent gaps, "paper" does not.
+      alignment: which gap a dropped token is missing from. "sampled": the one that the drawn mask says; "marginal":
+        all gaps by their probability given the canvas (Rao–Blackwell: the same expectation, less variance). The
+        counts that length heads learn from are the sampled mask's either way.
       length: "cross_entropy" fits the whole posterior p(l), "poisson_mean" (the paper's) its mean only.
       weighting: "elbo", "self_normalized" or "normalized".
       max_weight: bound on the coefficient of "elbo"; the paper clips it at 100. inf leaves it alone.
       targets: "gather" asks for the scores of the targets; "dense" expands the targets to counts [B, S, V] on
-        device, the readable definition (equal value and gradient).
+        device, the readable definition (equal value and gradient). Of the sampled alignment.
     """
 
     kernel: Literal["exact", "paper"]
+    alignment: Literal["sampled", "marginal"]
     length: Literal["cross_entropy", "poisson_mean"]
     weighting: Literal["elbo", "self_normalized", "normalized"]
     max_weight: float
@@ -53,40 +59,67 @@ def log_normalizer(scores: Scores, canvas: Canvas) -> Float[Array, " B"]:
 def log_token_terms(
     scores: Scores,
     gap_offset: Float[Array, "B S"],
+    gap_reference: Float[Array, "B S"],
     canvas: Canvas,
     targets: InsertionTargets,
     config: LossConfig,
 ) -> Float[Array, " B"]:
-    """Σ over dropped tokens of log p(gap, token), where log p = score + gap_offset[gap].
+    """Σ over dropped tokens of log p(gap, token) − gap_reference[gap], where log p = score + gap_offset[gap].
 
     The offset is minus the joint log-normaliser (one value a row), or for independent gaps minus the gap's own
-    plus the log of its rate.
+    plus the log of its rate; the reference is then that log rate.
     """
-    terms = _TOKEN_TERMS[config.targets]
-    return terms(scores, gap_offset, canvas, targets, exact=config.kernel == "exact")
+    terms = _marginal if config.alignment == "marginal" else _TOKEN_TERMS[config.targets]
+    return terms(Cells(scores, gap_offset), gap_reference, canvas, targets, exact=config.kernel == "exact")
 
 
-def _gathered(scores, gap_offset, canvas, targets, *, exact):
-    log_p = _at(scores, gap_offset, targets.gap, targets.tokens)
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """log p of insertions, from the scores and an offset a gap; the same queries as Scores."""
+
+    scores: Scores
+    gap_offset: Float[Array, "B S"]
+
+    def at(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
+        return self.scores.at(gap, token) + jnp.take_along_axis(self.gap_offset, gap, axis=-1)
+
+    def outer(self, token: Int[Array, "B Q"]) -> Float[Array, "B S Q"]:
+        return self.scores.outer(token) + self.gap_offset[..., None]
+
+    def dense(self) -> Float[Array, "B S V"]:
+        return self.scores.dense() + self.gap_offset[..., None]
+
+
+def _gathered(log_kernel, gap_reference, canvas, targets, *, exact):
+    log_p = log_kernel.at(targets.gap, targets.tokens)
     if exact:
-        run_log_p = run_sums(scores, gap_offset, canvas)
         in_run, column = find_run(canvas, targets.gap, targets.tokens)
+        run_log_p = run_sums(log_kernel.at, canvas)
         log_p = jnp.where(in_run, jnp.take_along_axis(run_log_p, column, axis=-1), log_p)
+    log_p = log_p - jnp.take_along_axis(gap_reference, targets.gap, axis=-1)
     return jnp.where(targets.dropped, log_p, 0.0).sum(-1)
 
 
-def _dense(scores, gap_offset, canvas, targets, *, exact):
-    logits = scores.dense()
-    log_p = logits + gap_offset[..., None]
+def _dense(log_kernel, gap_reference, canvas, targets, *, exact):
+    log_p = log_kernel.dense()
+    counts = expand_targets(targets, *log_p.shape[1:])
     if exact:
-        run_log_p = run_sums(scores, gap_offset, canvas)
-        link, row = canvas_lib.linked(canvas), jnp.arange(logits.shape[0])[:, None]
-        column = jnp.arange(canvas.num_columns)
-        for gap in (column, column - 1):  # the gaps after and before each column of a run
-            place = jnp.where(link, gap, canvas.num_columns)
-            log_p = log_p.at[row, place, canvas.tokens].set(run_log_p, mode="drop")
-    counts = expand_targets(targets, *logits.shape[1:])
-    return (counts * jnp.where(counts > 0, log_p, 0.0)).sum((-2, -1))
+        log_p = put_run_sums(log_p, jnp.arange(log_p.shape[-1])[None], run_sums(log_kernel.at, canvas), canvas)
+    return _expected(counts, log_p, gap_reference)
+
+
+def _marginal(log_kernel, gap_reference, canvas, targets, *, exact):
+    """Column k of the counts is original token k, not a letter: [B, S, L] whatever the vocabulary."""
+    tokens = targets.x0.tokens
+    counts = alignment.gap_posterior(targets.x0, canvas)
+    log_p = log_kernel.outer(tokens)
+    if exact:
+        log_p = put_run_sums(log_p, tokens, run_sums(log_kernel.at, canvas), canvas)
+    return _expected(counts, log_p, gap_reference)
+
+
+def _expected(counts, log_p, gap_reference):
+    return (counts * jnp.where(counts > 0, log_p - gap_reference[..., None], 0.0)).sum((-2, -1))
 
 
 _TOKEN_TERMS = {"gather": _gathered, "dense": _dense}
@@ -99,16 +132,17 @@ def expand_targets(targets: InsertionTargets, num_columns: int, vocab_size: int)
     return counts.at[jnp.arange(B)[:, None], targets.gap, targets.tokens].add(targets.dropped.astype(jnp.float32))
 
 
-def run_sums(scores: Scores, gap_offset: Float[Array, "B S"], canvas: Canvas) -> Float[Array, "B S"]:
+def run_sums(log_p_at: Callable[[Array, Array], Array], canvas: Canvas) -> Float[Array, "B S"]:
     """For each linked column, log of the summed kernel of inserting its token into the gaps of its run.
 
-    A run of w at columns a..b has the gaps a−1..b: the scores s(j, w) for a ≤ j ≤ b, and s(a−1, w) at the run's
-    first column only (docs/MATH.md 4a). 0 at columns that are not linked. O(S).
+    `log_p_at(gap [B, Q], token [B, Q])` is the log kernel. A run of w at columns a..b has the gaps a−1..b: the cells
+    (j, w) for a ≤ j ≤ b, and (a−1, w) at the run's first column only (docs/MATH.md 4a). 0 at columns that are not
+    linked. O(S).
     """
     link, first = canvas_lib.linked(canvas), canvas_lib.run_starts(canvas)
     column = jnp.broadcast_to(jnp.arange(canvas.num_columns), canvas.tokens.shape)
-    after = jnp.where(link, _at(scores, gap_offset, column, canvas.tokens), NEG_INF)
-    before = jnp.where(first, _at(scores, gap_offset, jnp.maximum(column - 1, 0), canvas.tokens), NEG_INF)
+    after = jnp.where(link, log_p_at(column, canvas.tokens), NEG_INF)
+    before = jnp.where(first, log_p_at(jnp.maximum(column - 1, 0), canvas.tokens), NEG_INF)
 
     run = jnp.cumsum(first, axis=-1)  # 1-based; columns outside runs contribute -inf
     row = jnp.arange(run.shape[0])[:, None]
@@ -136,8 +170,14 @@ def find_run(
     return left | right, jnp.where(left, gap, following)
 
 
-def _at(scores, gap_offset, gap, token):
-    return scores.at(gap, token) + jnp.take_along_axis(gap_offset, gap, axis=-1)
+def put_run_sums(
+    log_p: Float[Array, "B S Q"], token: Int[Array, "#B Q"], run_log_p: Float[Array, "B S"], canvas: Canvas
+) -> Float[Array, "B S Q"]:
+    """log p of the cells (gap i, token[q]), with the run's sum in those that touch a run of that token."""
+    next_column = jnp.pad(run_log_p[:, 1:], ((0, 0), (0, 1)))
+    after = canvas_lib.linked(canvas)[..., None] & (canvas.tokens[..., None] == token[:, None])
+    before = jnp.pad(after[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    return jnp.where(after, run_log_p[..., None], jnp.where(before, next_column[..., None], log_p))
 
 
 # --- Length heads ----------------------------------------------------------------------------------------------------

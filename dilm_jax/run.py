@@ -29,9 +29,14 @@ class Run:
     step: int
     params: Any
 
-    def evaluate(self, split: str = "test", num: int | None = None, seed: int = 0) -> tuple[dict, list[dict]]:
+    def evaluate(
+        self, split: str = "test", num: int | None = None, seed: int = 0, num_times: int | None = None
+    ) -> tuple[dict, list[dict]]:
         """The task's full evaluation: the card (see `evals.card`) and one dict a sample."""
-        evaluator = evals.Evaluator(self.parts, self.mesh, self.config.eval.batch_size)
+        sizes = self.config.eval
+        evaluator = evals.Evaluator(
+            self.parts, self.mesh, sizes.batch_size, sizes.num_times if num_times is None else num_times
+        )
         results, samples = evaluator(self.params, split, num, seed)
         return evals.card(self.parts, results, split=split, num=len(samples), checkpoint=self.step), samples
 
@@ -101,6 +106,12 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
     config = config_lib.from_json(json.loads(path.read_text()))
     overrides = {name: value for name, value in sampling.items() if value is not None}
     config.sampling.update(overrides)
+    ignored = "num_steps" if config.sampling.sampler == "event" else "calls"
+    if ignored in overrides:
+        raise ValueError(
+            f"{ignored} = {overrides[ignored]} has no effect on sampler {config.sampling.sampler!r}: "
+            "num_steps (--steps) is of time grids, calls is of event; leave it out"
+        )
     config.mesh.update({"data": -1, "fsdp": 1, "tensor": 1})  # the devices of this machine, not of the training
     config_lib.validate_sampling(config)
     parts = config_lib.build(config)

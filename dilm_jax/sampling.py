@@ -96,9 +96,20 @@ def draw_one_gap(
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
     """(gap, token) of one insertion a row from the joint softmax: the gap from the logsumexp over tokens, then the
     token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
+    return draw_insertion(key, scores.lse(), scores, canvas, fire, filters)
+
+
+def draw_insertion(
+    key: Key[Array, " B"],
+    gap_logits: Float[Array, "B S"],
+    scores: Scores,
+    canvas: Canvas,
+    fire: Bool[Array, " B"],
+    filters: Filters,
+) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
+    """One insertion a row: an open gap by its logit, then the token from the gap's softmax."""
     k_gap, k_token = canvas_lib.split_keys(key, 2)
-    gap_logits = filters.gap(jnp.where(canvas.open_gap, scores.lse(), -jnp.inf))
-    gap = _categorical(k_gap, gap_logits)
+    gap = _categorical(k_gap, filters.gap(jnp.where(canvas.open_gap, gap_logits, -jnp.inf)))
     token_logits = jnp.take_along_axis(scores.dense(), gap[:, None, None], axis=1)[:, 0]
     token = _categorical(k_token, filters.token(token_logits))
     insert = (jnp.arange(canvas.num_columns) == gap[:, None]) & (fire & canvas.open_gap.any(-1))[:, None]
@@ -159,6 +170,12 @@ def generate(network: Network, sampler: Sampler, key: Key[Array, " B"], canvas: 
     return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas))
 
 
+def nothing_due(canvas: Canvas, max_length: int) -> Bool[Array, " B"]:
+    """Rows whose text is as long as the family allows, or without an open gap."""
+    longest = max_length + canvas_lib.NUM_SPECIAL_COLUMNS
+    return (canvas.length >= longest) | ~canvas.open_gap.any(-1)
+
+
 # --- Grid samplers ---------------------------------------------------------------------------------------------------
 
 
@@ -168,14 +185,19 @@ class SamplingOptions:
 
     Attributes:
       num_steps: steps of the time grid (the paper's MaxSteps).
+      calls: network calls a token of "event": 2 is exact, 1 takes gap and token (DILM-S) or the next proposal (DILM-M)
+        from the call before.
       rate_scale: multiplies the insertion rate of "euler". 1 is right; ln(σmax/σmin) reproduces samples of code
         whose rate is not the derivative of its total noise.
     """
 
     num_steps: int
     rate_scale: float = 1.0
+    calls: int = 2
 
     def __post_init__(self):
+        if self.calls not in (1, 2):
+            raise ValueError(f"sampling.calls must be 1 or 2, got {self.calls}")
         if self.num_steps < 1:
             raise ValueError(f"sampling.num_steps must be at least 1, got {self.num_steps}")
         if not self.rate_scale > 0:
@@ -222,7 +244,7 @@ class Grid:
             nfe=zeros,
             saturated=zeros,
             truncated=jnp.zeros(B, bool),
-            done=self._nothing_due(canvas),
+            done=nothing_due(canvas, self.max_length),
             carry=zeros,  # the step's index
         )
 
@@ -244,7 +266,7 @@ class Grid:
             nfe=state.nfe + ~state.done,
             saturated=state.saturated + (drawn.saturated & ~state.done),
             truncated=state.truncated | truncated,
-            done=state.done | finished | truncated | self._nothing_due(canvas),
+            done=state.done | finished | truncated | nothing_due(canvas, self.max_length),
             carry=next_step,
         )
 
@@ -254,7 +276,3 @@ class Grid:
     def _time(self, step):
         # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.
         return (self.num_steps - step).astype(jnp.float32) / self.num_steps
-
-    def _nothing_due(self, canvas):
-        longest = self.max_length + canvas_lib.NUM_SPECIAL_COLUMNS
-        return (canvas.length >= longest) | ~canvas.open_gap.any(-1)

@@ -183,6 +183,8 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
         progress = stack.enter_context(contextlib.closing(Progress(config.num_steps, start, is_main=is_main)))
         writer = stack.enter_context(contextlib.closing(MetricsWriter(directory, start, is_main=is_main)))
         progress.note(describe(config, parts, state, mesh, start, workdir))
+        if line := evals.coverage_warning(parts, "train"):
+            progress.note(line)
         return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
 
 
@@ -201,7 +203,7 @@ def fit(
     report = Reporter(config, writer, progress)
     batches = loader.train_batches(loader.Memo(parts.sources["train"]), config.batch_size, config.seed)
     rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
-    evaluator = evals.Evaluator(parts, mesh, config.eval.batch_size)
+    evaluator = evals.Evaluator(parts, mesh, config.eval.batch_size, config.eval.num_times)
     train_step = make_train_step(config, parts, mesh)
 
     for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(int(state.step), config.num_steps)):

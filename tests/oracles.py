@@ -35,6 +35,7 @@ def vocabulary(num_letters):
 def make_process(family, num_letters, max_length, eps=EPS):
     config = LossConfig(
         kernel="exact",
+        alignment="sampled",
         length="cross_entropy",
         weighting="self_normalized",
         max_weight=math.inf,
@@ -173,6 +174,32 @@ def oracle(family, tables):
         return Scores(
             logits=jnp.log(token)[tables.world, x], length_logits=jnp.log(left)[tables.world, x], stop_logits=None
         )
+
+    return network
+
+
+def oracle_of_rows(family, tables):
+    """The same with a clock of its own for each row."""
+
+    def scores(t, m, num_masks, missing, gap_left):
+        n = jnp.arange(len(num_masks))
+        of_length, of_token = (jnp.where(n >= m, w, 0.0) for w in _MASK_WEIGHTS[family](n, m[None], total(t)))
+        of_length, of_token = of_length / of_length.sum(), of_token / of_token.sum()
+        token = jnp.einsum("k,ksv->sv", of_token, missing)
+        axis = (-2, -1) if family == "joint" else -1
+        token = jnp.where(token.sum(axis, keepdims=True) > 0, token, jnp.arange(token.shape[-1]) >= NUM_SPECIAL)
+        if family == "joint":
+            left = jnp.pad(of_length * num_masks, (0, len(n)))[n + m]
+        else:
+            left = jnp.einsum("k,ksl->sl", of_length, gap_left)
+        left = jnp.where(left.sum(-1, keepdims=True) > 0, left, n == 0)
+        return jnp.log(token), jnp.log(left)
+
+    def network(canvas, clock):
+        at = tables.world, tables.find(canvas)
+        arrays = (tables.num_kept, tables.num_masks, tables.missing, tables.gap_left)
+        logits, lengths = jax.vmap(scores)(clock, *(array[at] for array in arrays))
+        return Scores(logits=logits, length_logits=lengths, stop_logits=None)
 
     return network
 

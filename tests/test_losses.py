@@ -74,7 +74,9 @@ def test_run_sums_are_those_of_equal_results():
         canvas = to_canvas(example, VOCABULARY)
         scores = Scores(logits=jnp.asarray(logits), length_logits=None, stop_logits=None)
         found, column = losses.find_run(canvas, gaps, tokens)
-        sums = jnp.take_along_axis(losses.run_sums(scores, jnp.asarray(offset), canvas), column, axis=-1)
+        sums = jnp.take_along_axis(
+            losses.run_sums(losses.Cells(scores, jnp.asarray(offset)).at, canvas), column, axis=-1
+        )
         return found, sums, losses.log_normalizer(scores, canvas)
 
     found, sums, normalizer = (np.asarray(x) for x in run(to_example(texts, max_length)))

@@ -255,6 +255,7 @@ def process(family: str, *, max_length: int = L, schedule=SCHEDULE, **loss_optio
     """A process over VOCABULARY; `loss_options` are LossConfig's."""
     options = {
         "kernel": "exact",
+        "alignment": "sampled",
         "length": "cross_entropy",
         "weighting": "elbo",
         "max_weight": math.inf,

@@ -1,7 +1,7 @@
 """The seam between a family and everything else: what the trainer, samplers and evaluators may ask of it."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Key
 
@@ -17,6 +17,8 @@ class Process(Protocol):
 
     `Targets` is the family's own pytree; only its `loss` reads it.
     """
+
+    READS_POSTERIOR: ClassVar[tuple[str, ...]]  # samplers that need the length posterior, not its mean alone
 
     @property
     def spec(self) -> NetSpec:

@@ -5,6 +5,7 @@ tokens at rate γ_t·E[|s_i| | x_t], γ_t = σ_t/(e^{σ̄_t} − 1), their ident
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,17 @@ from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import InsertionTargets, Vocabulary
+from dilm_jax.event import Thinning
 from dilm_jax.losses import LossConfig
-from dilm_jax.sampling import Grid, Insertions, draw_every_gap
+from dilm_jax.sampling import Grid, Insertions, draw_every_gap, draw_insertion
 from dilm_jax.schedules import TIME_SAMPLING, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Independent:
     """DILM-M for texts of up to `max_length` tokens. See base.Process for what each method must do."""
+
+    READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap",)
 
     vocabulary: Vocabulary
     max_length: int
@@ -48,11 +52,23 @@ class Independent:
             self.schedule, self.eps, lambda total: np.exp(-total) / -np.expm1(-total)
         )
 
+    @property
+    def importance_times(self):
+        return dataclasses.replace(self, time_sampling="importance").times
+
     def corrupt(self, key, x0, t):
         """Deletes Binomial(n, 1 − ρ_t) free tokens, which ones uniform."""
+        return self._drop(key, self._drop_prob(t), x0, t)
+
+    def corrupt_to_empty(self, key, x0, t):
+        """Each token stays with probability (ρ_t − ρ_1)/(1 − ρ_1), its share given that it goes by t = 1
+        (docs/MATH.md 5)."""
+        return self._drop(key, jnp.minimum(self._drop_prob(t) / self._drop_prob(jnp.ones_like(t)), 1.0), x0, t)
+
+    def _drop(self, key, probability, x0, t):
         k_count, k_which = canvas_lib.split_keys(key, 2)
         n = x0.free.sum(-1)
-        count = jax.vmap(jax.random.binomial)(k_count, n.astype(jnp.float32), self._drop_prob(t))
+        count = jax.vmap(jax.random.binomial)(k_count, n.astype(jnp.float32), probability)
         dropped = canvas_lib.choose(k_which, x0.free, count.astype(n.dtype))
         canvas, gap = canvas_lib.drop_tokens(x0, dropped, self.vocabulary)
         return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
@@ -73,7 +89,7 @@ class Independent:
         )
 
         left = self._count_left(canvas, targets)
-        log_gap_rate = jnp.where(left > 0, log_mean_left, 0.0)
+        log_gap_rate = jnp.where(jnp.isfinite(log_mean_left), log_mean_left, 0.0)
         if config.length == "cross_entropy":
             length = losses.length_cross_entropy(log_p_left, left)
             log_mean_left = jax.lax.stop_gradient(log_mean_left)
@@ -86,13 +102,15 @@ class Independent:
             length = losses.poisson_nll(log_mean_left, jnp.log(left), log_w_gap)
         length = jnp.where(canvas.open_gap, length, 0.0).sum(-1)
 
-        log_p = losses.log_token_terms(scores, log_mean_left - scores.lse(), canvas, targets, config)
-        token = -jnp.exp(log_w_token) * (log_p - (left * log_gap_rate).sum(-1))
+        gap_offset = log_mean_left - scores.lse()
+        log_p = losses.log_token_terms(scores, gap_offset, log_gap_rate, canvas, targets, config)
+        token = -jnp.exp(log_w_token) * log_p
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
     def samplers(self, options):
         """leap: each gap gets a token with the exact probability that at least one is due in it within the step.
-        euler: Algorithm 3, with probability 1 − exp(−rate·Δt). At most one token a gap a step."""
+        euler: Algorithm 3, with probability 1 − exp(−rate·Δt). At most one token a gap a step.
+        event: at the times at which insertions happen, by thinning."""
 
         def grid(fire, repeat_last):
             def draw(key, scores, canvas, t, s, filters):
@@ -116,12 +134,50 @@ class Independent:
             due = rate * (t - s)[:, None]
             return -jnp.expm1(-due), due
 
-        return {"leap": grid(self._fire_probability, True), "euler": grid(euler, False)}
+        def draw_one(key, scores, canvas, fire, filters):
+            return draw_insertion(key, self._log_mean_left(scores, canvas), scores, canvas, fire, filters)
+
+        return {
+            "leap": grid(self._fire_probability, True),
+            "euler": grid(euler, False),
+            "event": Thinning(max_length=self.max_length, eps=self.eps, calls=options.calls, law=self, draw=draw_one),
+        }
+
+    def expected_left(self, scores, canvas):
+        """Σ_i Δl_i over open gaps [B]."""
+        return jnp.where(canvas.open_gap, jnp.exp(self._log_mean_left(scores, canvas)), 0.0).sum(-1)
+
+    def earlier(self, t, log_factor):
+        """s with 1 − ρ_s = (1 − ρ_t)·exp(log_factor)."""
+        kept = -jnp.expm1(log_factor) + jnp.exp(log_factor - self.schedule.total(t))  # ρ_s
+        return jnp.minimum(self.schedule.inverse_total(-jnp.log(kept)), t)
+
+    def total_rate(self, scores, canvas, t):
+        """Σ_i γ_t·Δl_i [B]."""
+        return self.insertion_rate(scores, canvas, t).sum(-1)
 
     def insertion_rate(self, scores, canvas, t):
         """λ̂_t(x, i) = γ_t·Δl_i [B, S] of the reverse chain; 0 at closed gaps."""
-        mean_left = jnp.exp(losses.log_mean(self._log_p_left(scores, canvas), self._log_left))
+        mean_left = jnp.exp(self._log_mean_left(scores, canvas))
         return jnp.where(canvas.open_gap, self._coefficient(t)[:, None] * mean_left, 0.0)
+
+    def log_rates(self, scores, canvas, t):
+        """log of the rate of (gap, token), less its score [B, S]."""
+        return jnp.log(self._coefficient(t))[:, None] + self._log_mean_left(scores, canvas) - scores.lse()
+
+    def log_missing_rate(self, canvas, n, t):
+        """log γ_t."""
+        del canvas, n
+        return jnp.log(self._coefficient(t))
+
+    def start_nonempty(self, n):
+        """1 − (1 − ρ_1)^n."""
+        return -jnp.expm1(n * jnp.log1p(-jnp.exp(-self.schedule.total(jnp.float32(1.0)))))
+
+    def kept_probs(self, n, t):
+        """Binomial(n, ρ_t)."""
+        m = jnp.arange(self.max_length + 1)
+        return jax.scipy.stats.binom.pmf(m, n[:, None], jnp.exp(-self.schedule.total(t)))
 
     def _fire_probability(self, scores, canvas, t, s):
         """Per gap P(at least one insertion in (s, t]) = 1 − E_l[(1 − q)^l], q = (ρ_s − ρ_t)/(1 − ρ_t), and the
@@ -141,6 +197,10 @@ class Independent:
         """log p_i(l) [B, S, K], l = 0..max_length."""
         free_cells = losses.free_cells(canvas, self.max_length + 1)
         return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(free_cells[:, None], canvas.tokens.shape))
+
+    def _log_mean_left(self, scores, canvas):
+        """log Δl_i [B, S]."""
+        return losses.log_mean(self._log_p_left(scores, canvas), self._log_left)
 
     @property
     def _log_left(self):

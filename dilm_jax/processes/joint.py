@@ -6,6 +6,8 @@ identity from one softmax over all open gaps and the vocabulary.
 """
 
 import dataclasses
+import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import InsertionTargets, Vocabulary
+from dilm_jax.event import OrderStatistics
 from dilm_jax.losses import LossConfig
 from dilm_jax.sampling import Grid, Insertions, draw_one_gap
 from dilm_jax.schedules import TIME_SAMPLING, Schedule, concrete_total
@@ -23,6 +26,8 @@ from dilm_jax.special import log_S
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joint:
     """DILM-S for texts of up to `max_length` tokens. See base.Process for what each method must do."""
+
+    READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap", "event")
 
     vocabulary: Vocabulary
     max_length: int
@@ -47,11 +52,28 @@ class Joint:
     def times(self):
         return TIME_SAMPLING[self.time_sampling](self.schedule, self.eps, lambda total: 1 / total)
 
+    @property
+    def importance_times(self):
+        return dataclasses.replace(self, time_sampling="importance").times
+
     def corrupt(self, key, x0, t):
         """Deletes min(Poisson(σ̄_t), n) free tokens, which ones uniform."""
         k_count, k_which = canvas_lib.split_keys(key, 2)
         count = jax.vmap(jax.random.poisson)(k_count, self.schedule.total(t))
-        dropped = canvas_lib.choose(k_which, x0.free, jnp.minimum(count, x0.free.sum(-1)))
+        return self._drop(k_which, count, x0, t)
+
+    def corrupt_to_empty(self, key, x0, t):
+        """Given that the chain has rung K ≥ n times by t = 1, it has rung Binomial(K, σ̄_t/σ̄_1) times by t
+        (docs/MATH.md 5)."""
+        k_all, k_count, k_which = canvas_lib.split_keys(key, 3)
+        n, total_1 = x0.free.sum(-1), self.schedule.total(jnp.ones_like(t))
+        rings = n + self._rings_beyond(k_all, n, total_1)
+        share = jnp.clip(self.schedule.total(t) / total_1, 0.0, 1.0)
+        count = jax.vmap(jax.random.binomial)(k_count, rings.astype(jnp.float32), share).astype(n.dtype)
+        return self._drop(k_which, count, x0, t)
+
+    def _drop(self, key, count, x0, t):
+        dropped = canvas_lib.choose(key, x0.free, jnp.minimum(count, x0.free.sum(-1)))
         canvas, gap = canvas_lib.drop_tokens(x0, dropped, self.vocabulary)
         return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
 
@@ -66,12 +88,12 @@ class Joint:
         log_expected = self._log_expected(log_p_left, canvas, log_s)
         log_w_token, log_w_length = losses.log_weights(
             config,
-            jnp.log(self.schedule.rate(t) / self.schedule.total(t)),
+            jnp.log(self._coefficient(t)),
             jnp.where(empty, log_expected, jnp.maximum(log_expected, 0.0)),
             n_left,
         )
         gap_offset = jnp.broadcast_to(-losses.log_normalizer(scores, canvas)[:, None], canvas.tokens.shape)
-        log_p = losses.log_token_terms(scores, gap_offset, canvas, targets, config)
+        log_p = losses.log_token_terms(scores, gap_offset, jnp.zeros_like(gap_offset), canvas, targets, config)
         token = -jnp.exp(log_w_token - log_s_n) * log_p
         if config.length == "cross_entropy":
             length = jnp.exp(log_w_length) * losses.length_cross_entropy(log_p_left, n_left)
@@ -81,7 +103,8 @@ class Joint:
 
     def samplers(self, options):
         """leap: one insertion with the exact probability that at least one is due within the step.
-        euler: Algorithm 2, with probability rate·Δt."""
+        euler: Algorithm 2, with probability rate·Δt.
+        event: at the times at which insertions happen."""
 
         def grid(fire, repeat_last):
             def draw(key, scores, canvas, t, s, filters):
@@ -103,12 +126,52 @@ class Joint:
             due = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale * (t - s)
             return due, due
 
-        return {"leap": grid(self._fire_probability, True), "euler": grid(euler, False)}
+        return {
+            "leap": grid(self._fire_probability, True),
+            "euler": grid(euler, False),
+            "event": OrderStatistics(
+                max_length=self.max_length,
+                eps=self.eps,
+                calls=options.calls,
+                log_p_left=self._log_p_left,
+                next_time=self._next_time,
+                draw=draw_one_gap,
+            ),
+        }
 
     def insertion_rate(self, scores, canvas, t):
         """λ̂_t(x) [B] of the reverse chain: (σ_t/σ̄_t)·E_l[l], at m = 0 (σ_t/σ̄_t)·E_l[l/S(l, σ̄_t)]."""
+        return jnp.exp(self._log_insertion_rate(scores, canvas, t))
+
+    def log_rates(self, scores, canvas, t):
+        """log of the rate of (gap, token), less its score [B, S]."""
+        log_rate = self._log_insertion_rate(scores, canvas, t) - losses.log_normalizer(scores, canvas)
+        return jnp.broadcast_to(log_rate[:, None], canvas.tokens.shape)
+
+    def log_missing_rate(self, canvas, n, t):
+        """log of σ_t/σ̄_t, over S(n, σ̄_t) on the empty canvas (docs/MATH.md 3)."""
+        log_s_n = jnp.take_along_axis(self._log_S(t), n[:, None], axis=-1)[:, 0]
+        return jnp.log(self._coefficient(t)) - jnp.where(canvas.num_free == 0, log_s_n, 0.0)
+
+    def start_nonempty(self, n):
+        """P(Poisson(σ̄_1) < n)."""
+        total = concrete_total(self.schedule, 1.0)
+        return jnp.where(n > 0, jax.scipy.special.gammaincc(jnp.maximum(n, 1).astype(jnp.float32), total), 0.0)
+
+    def kept_probs(self, n, t):
+        """P(min(Poisson(σ̄_t), n) = n − m)."""
+        m, total = jnp.arange(self.max_length + 1), self.schedule.total(t)
+        pmf = jax.scipy.stats.poisson.pmf(n[:, None] - m, total)
+        all_gone = jnp.where(n > 0, jax.scipy.special.gammainc(jnp.maximum(n, 1).astype(jnp.float32), total), 1.0)
+        return jnp.where(m == 0, all_gone[:, None], pmf)
+
+    def _log_insertion_rate(self, scores, canvas, t):
         log_expected = self._log_expected(self._log_p_left(scores, canvas), canvas, self._log_S(t))
-        return jnp.exp(log_expected) * self.schedule.rate(t) / self.schedule.total(t)
+        return log_expected + jnp.log(self._coefficient(t))
+
+    def _coefficient(self, t):
+        """σ_t/σ̄_t."""
+        return self.schedule.rate(t) / self.schedule.total(t)
 
     def _fire_probability(self, scores, canvas, t, s):
         """P(at least one insertion in (s, t]) and the expected number (on the empty canvas a bound on it), both [B]
@@ -130,6 +193,26 @@ class Joint:
         due_empty = fire * (1 + (left - 1) * share)  # the first, and no more than this share of the others
         due = jnp.where((canvas.num_free == 0)[:, None], due_empty, p_left * left * share)
         return fire.sum(-1), due.sum(-1)
+
+    def _next_time(self, key, canvas, left, t):
+        """Time of the next insertion given that `left` tokens are missing at t (docs/MATH.md 6b).
+
+        All that are missing rang at uniform times below σ̄_t, the next insertion at the last of them: σ̄_t·U^{1/l}.
+        On the empty canvas the l-th ring emptied it, and K − l more may have followed: K ~ Poisson(σ̄_t) given K ≥ l,
+        and the l-th of K uniform times is Beta(l, K − l + 1).
+        """
+        k_more, k_beta = canvas_lib.split_keys(key, 2)
+        total = self.schedule.total(t)
+        more = jnp.where(canvas.num_free == 0, self._rings_beyond(k_more, left, total), 0)
+        share = jax.vmap(jax.random.beta)(k_beta, left.astype(jnp.float32), more + 1.0)
+        return self.schedule.inverse_total(total * share)
+
+    def _rings_beyond(self, key, n, total):
+        """K − n for K ~ Poisson(total) given K ≥ n."""
+        total_1 = concrete_total(self.schedule, 1.0)
+        more = jnp.arange(math.ceil(total_1 + 10 * math.sqrt(total_1)) + 64.0)  # beyond, float32 has no mass
+        log_prob = more * jnp.log(total)[:, None] - jax.lax.lgamma(n[:, None] + more + 1)
+        return jax.vmap(jax.random.categorical)(key, log_prob)
 
     def _log_p_left(self, scores, canvas):
         """log p(l), l = 0..max_length."""

@@ -156,11 +156,11 @@ def _page_expectation(family, options, live, held):
 
 
 @functools.cache
-def _program(family, kernel, targets, variants):
+def _program(family, kernel, targets, variants, alignment="sampled"):
     """tables -> (expected loss of each variant, gradient). Table i, of a stack, is that of variant i."""
     canvas, batch_targets, entry = _batch()
     probs = jnp.asarray(_pair_probs(family), jnp.float32)
-    options = {"kernel": kernel, "targets": targets, "max_weight": MAX_WEIGHT}
+    options = {"kernel": kernel, "targets": targets, "alignment": alignment, "max_weight": MAX_WEIGHT}
     processes = [worlds.process(family, length=l, weighting=w, **options) for l, w in variants]
 
     def expectations(tables):
@@ -187,10 +187,10 @@ def _stacked(table, num):
 
 
 @functools.cache
-def _random_losses(family, kernel, targets):
+def _random_losses(family, kernel, targets, alignment="sampled"):
     """{(length, weighting): (expected loss, gradient)} of random logits."""
-    variants = VARIANTS[kernel] if targets == "gather" else SOME
-    program = _program(family, kernel, targets, variants)
+    variants = VARIANTS[kernel] if targets == "gather" and alignment == "sampled" else SOME
+    program = _program(family, kernel, targets, variants, alignment)
     values, gradients = program(_stacked(_random_table(family), len(variants)))
     return {
         variant: (float(values[i]), {leaf: np.asarray(stack[i], np.float64) for leaf, stack in gradients.items()})
@@ -225,6 +225,20 @@ def test_gather_is_dense(family, kernel, variant):
     np.testing.assert_allclose(gather, dense, rtol=1e-6)
     for leaf, gradient in gather_gradient.items():
         np.testing.assert_allclose(gradient, dense_gradient[leaf], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", SOME, ids="-".join)
+@pytest.mark.parametrize("kernel", [pytest.param("paper", marks=pytest.mark.slow), "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marginal_alignment_has_the_expectation_of_the_sampled(family, kernel, variant):
+    """In value and in every entry of the gradient (docs/MATH.md 4b)."""
+    (sampled, sampled_gradient), (marginal, marginal_gradient) = (
+        _random_losses(family, kernel, "gather", alignment)[variant] for alignment in ("sampled", "marginal")
+    )
+    np.testing.assert_allclose(marginal, sampled, rtol=3e-6)
+    for leaf, gradient in sampled_gradient.items():
+        np.testing.assert_allclose(marginal_gradient[leaf], gradient, rtol=1e-4, atol=1e-6)
+    assert all(np.isfinite(entries).all() for entries in marginal_gradient.values())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""Event-driven samplers: exact given the network, without a time grid (docs/MATH.md 6b).
+
+An insertion process needs no small steps: what the length head says fixes the law of the next insertion's time. Each
+row has a clock of its own; rows are at different times at the same network call. For t < eps the network is called at
+eps.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas
+from dilm_jax.sampling import Filters, State, nothing_due
+
+Times = Float[Array, " B"]
+# (key, scores, canvas, fire [B], filters) → one insertion a row that fires, at most: insert [B, S] and tokens [B, S].
+DrawOne = Callable[[Any, Scores, Canvas, Bool[Array, " B"], Filters], tuple[Array, Array]]
+
+
+@struct.dataclass
+class Clock:
+    """`carry` of both samplers."""
+
+    time: Float[Array, " B"]  # of the last event or proposal
+    fresh: Bool[Array, " B"]  # the next call is at a canvas not seen at this time: it proposes, and inserts nothing
+    bound: Float[Array, " B"]  # thinning: the expected number missing that the pending proposal was drawn with
+
+
+def start(max_length: int, key: Key[Array, " B"], canvas: Canvas) -> State:
+    """Every row at t = 1."""
+    B = canvas.length.shape[0]
+    zeros, ones = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.float32)
+    return State(
+        canvas=canvas,
+        clock=ones,
+        key=key,
+        nfe=zeros,
+        saturated=zeros,
+        truncated=jnp.zeros(B, bool),
+        done=nothing_due(canvas, max_length),
+        carry=Clock(time=ones, fresh=jnp.ones(B, bool), bound=ones),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrderStatistics:
+    """Draws how many tokens are missing, then the time of the next insertion given that number.
+
+    At (x, t) the length head gives l, and `next_time` the time s of the first of l insertions; l = 0 ends the row. The
+    gap and the token come from the network at (x, s), the next l from the one at (x', s): two calls a token, exact.
+    With calls=1 gap and token come from the call at (x, t): an approximation.
+    """
+
+    max_length: int
+    eps: float
+    calls: int
+    log_p_left: Callable[[Scores, Canvas], Float[Array, "B K"]]
+    next_time: Callable[[Any, Canvas, Int[Array, " B"], Times], Times]  # (key, canvas, l, t) → s
+    draw: DrawOne
+
+    def start(self, key, canvas):
+        return start(self.max_length, key, canvas)
+
+    def advance(self, scores, state, filters):
+        k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
+        canvas, clock, active = state.canvas, state.carry, ~state.done
+        left = jax.vmap(jax.random.categorical)(k_left, self.log_p_left(scores, canvas))
+        due = active & clock.fresh & (left > 0)
+        time = jnp.where(due, self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time), clock.time)
+
+        fire = due if self.calls == 1 else active & ~clock.fresh
+        insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
+        canvas, truncated = canvas_lib.insert_tokens(k_place, canvas, insert, tokens)
+        fresh = clock.fresh if self.calls == 1 else ~clock.fresh
+        ended = clock.fresh & (left == 0)
+        return state.replace(
+            canvas=canvas,
+            clock=jnp.maximum(time, self.eps),
+            key=k_next,
+            nfe=state.nfe + active,
+            truncated=state.truncated | truncated,
+            done=state.done | ended | truncated | nothing_due(canvas, self.max_length),
+            carry=clock.replace(time=time, fresh=fresh),
+        )
+
+    def decode(self, canvas):
+        return canvas_lib.content(canvas)
+
+
+@runtime_checkable
+class Missing(Protocol):
+    """The family's rate, as −d log M(t)/dt times the expected number of missing tokens."""
+
+    def expected_left(self, scores: Scores, canvas: Canvas) -> Float[Array, " B"]:
+        """How many tokens are missing, in expectation."""
+        ...
+
+    def earlier(self, t: Times, log_factor: Float[Array, " B"]) -> Times:
+        """s with log M(s) = log M(t) + log_factor, log_factor ≤ 0."""
+        ...
+
+    def total_rate(self, scores: Scores, canvas: Canvas, t: Times) -> Float[Array, " B"]:
+        """Insertions per unit of time."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Thinning:
+    """Proposes times by the number missing at the last call, which falls as t falls, and accepts with the ratio.
+
+    From (x, t) with Δl missing, M(s) = M(t)·U^{1/Δl} is proposed; at (x, s) it is accepted with probability
+    Δl(x, s)/Δl(x, t), else the next proposal comes from there. After an insertion the network is called at (x', s): two
+    calls a token, exact. With calls=1 the next proposal is drawn by Δl(x, s) instead, still exact wherever that is at
+    least Δl(x', s'). A ratio above 1 cannot be made up for: it is counted as saturated. Below eps the rate is the one
+    at eps, constant, so that events are drawn directly, one call each.
+    """
+
+    max_length: int
+    eps: float
+    calls: int
+    law: Missing
+    draw: DrawOne
+
+    def start(self, key, canvas):
+        return start(self.max_length, key, canvas)
+
+    def advance(self, scores, state, filters):
+        k_accept, k_wait, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
+        canvas, clock, active = state.canvas, state.carry, ~state.done
+        below = clock.time <= self.eps
+        wait = jax.vmap(jax.random.exponential)(k_wait)
+        expected = self.law.expected_left(scores, canvas)
+
+        constant_rate = self.law.total_rate(scores, canvas, jnp.full_like(clock.time, self.eps))
+        time_below = clock.time - wait / jnp.maximum(constant_rate, 1e-30)
+        uniform = jax.vmap(jax.random.uniform)(k_accept)
+        accept = ~clock.fresh & (uniform * clock.bound < expected)
+        fire = active & jnp.where(below, time_below > 0, accept)
+        insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
+        canvas, truncated = canvas_lib.insert_tokens(k_place, canvas, insert, tokens)
+
+        proposes = ~below & (~accept | (self.calls == 1))
+        proposed = self.law.earlier(clock.time, -wait / jnp.maximum(expected, 1e-30))
+        time = jnp.where(proposes, jnp.maximum(proposed, self.eps), clock.time)
+        time = jnp.where(below, jnp.maximum(time_below, 0.0), time)
+        too_many = active & ~below & ~clock.fresh & (expected > clock.bound * (1 + 1e-4))
+        return state.replace(
+            canvas=canvas,
+            clock=jnp.maximum(time, self.eps),
+            key=k_next,
+            nfe=state.nfe + active,
+            saturated=state.saturated + too_many,
+            truncated=state.truncated | truncated,
+            done=state.done | (below & ~fire) | truncated | nothing_due(canvas, self.max_length),
+            carry=Clock(time=time, fresh=~proposes, bound=expected),
+        )
+
+    def decode(self, canvas):
+        return canvas_lib.content(canvas)

@@ -1,0 +1,158 @@
+"""A bound on the negative log-likelihood of insertion processes (docs/MATH.md 5).
+
+The sampler starts empty, so the model's law is that of its reverse chain from the empty canvas, and the bound needs no
+prior term: noise is drawn given that nothing is left at t = 1, and
+
+  NELBO(x0) = ∫₀¹ dt E[ Σ_y R̂(x_t, y) − Σ_y r_y + Σ_y r_y log(r_y / R̂(x_t, y)) ]   nats,
+
+y over the texts that one insertion makes, R̂ the model's rate to y, r_y the true one given x0. Both are sums over all
+insertions (gap, token) that make y: a training loss, which scores one of them, is not a likelihood.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from dilm_jax import alignment, losses
+from dilm_jax import canvas as canvas_lib
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas, Example, InsertionTargets
+from dilm_jax.schedules import TimeSampler
+
+Network = Callable[[Canvas, Float[Array, " B"]], Scores]
+BELOW_EPS_SHARE = 0.05  # of the draws of t, for [0, eps]
+LARGEST_U = np.nextafter(np.float32(1), np.float32(0))
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A process whose likelihood this file bounds: what it must offer beside base.Process."""
+
+    @property
+    def eps(self) -> float:
+        """For t < eps the model is the one at eps."""
+        ...
+
+    @property
+    def importance_times(self) -> TimeSampler:
+        """t on [eps, 1] where the bound has its mass."""
+        ...
+
+    def corrupt_to_empty(
+        self, key: Key[Array, " B"], x0: Example, t: Float[Array, " B"]
+    ) -> tuple[Canvas, InsertionTargets]:
+        """An exact draw of X_t given X_0 and that X_1 has no free token."""
+        ...
+
+    def log_rates(self, scores: Scores, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
+        """log R̂(i, w) − score(i, w): the model's rate of inserting w into gap i."""
+        ...
+
+    def log_missing_rate(self, canvas: Canvas, n: Int[Array, " B"], t: Float[Array, " B"]) -> Float[Array, " B"]:
+        """log of the true rate at which each missing token is inserted, given x0 with n free tokens."""
+        ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    def start_nonempty(self, n: Int[Array, " B"]) -> Float[Array, " B"]:
+        """P(N_1 > 0 | n free tokens): how often noise ends at other starts than the sampler's."""
+        ...
+
+    def kept_probs(self, n: Int[Array, " B"], t: Float[Array, ""]) -> Float[Array, "B K"]:
+        """P(N_t = m | n free tokens), m = 0..max_length."""
+        ...
+
+
+def bound_sample(
+    process: Bounded, network: Network, key: Key[Array, " B"], x0: Example, u: Float[Array, " B"]
+) -> Float[Array, " B"]:
+    """An unbiased estimate of NELBO(x0) in nats a row, from one draw of (t, X_t); u in [0, 1) says which t.
+
+    Averaged over u uniform and over keys it is the integral, [0, eps] included.
+    """
+    t, weight = bound_times(process, u)
+    canvas, targets = process.corrupt_to_empty(key, x0, t)
+    scores = network(canvas, jnp.maximum(t, process.eps))
+    return weight * integrand(process, scores, canvas, targets)
+
+
+def bound_samples(
+    process: Bounded, network: Network, key: Key[Array, " B"], x0: Example, num_times: int
+) -> Float[Array, "N B"]:
+    """`bound_sample` at one t in each of `num_times` equal cells of u. Row b depends on key b and its text alone."""
+
+    def at(cell):
+        cell_key = jax.vmap(lambda k: jax.random.fold_in(k, cell))(key)
+        k_time, k_noise = canvas_lib.split_keys(cell_key, 2)
+        u = (cell + jax.vmap(jax.random.uniform)(k_time)) / num_times
+        return bound_sample(process, network, k_noise, x0, jnp.minimum(u, LARGEST_U))
+
+    return jax.lax.map(at, jnp.arange(num_times))
+
+
+def summarize(
+    draws: Float[np.ndarray, "N B"], n: Int[np.ndarray, " B"], num_bytes: Int[np.ndarray, " B"]
+) -> dict[str, float]:
+    """Corpus figures from `bound_samples` of B texts with n free tokens each, in float64.
+
+    nelbo_nats_per_token is their sum over all texts by the sum of n (texts without a token count with their nats), and
+    nelbo_perplexity its exponential; nelbo_bits_per_byte only where all texts have bytes. nelbo_stderr is the standard
+    error of the nats per token that times and noise cause: from the spread of a text's own draws, which, as they come
+    from different cells, errs upwards; of a single draw a text, from the spread between texts.
+    """
+    draws, tokens = draws.astype(np.float64), max(int(n.sum()), 1)
+    nats = draws.mean(0)
+    per_token = nats.sum() / tokens
+    of_draws = (draws.var(0, ddof=1) / len(draws)).sum() if len(draws) > 1 else ((nats - per_token * n) ** 2).sum()
+    results = {
+        "nelbo_nats_per_token": per_token,
+        "nelbo_stderr": np.sqrt(of_draws) / tokens,
+        "nelbo_perplexity": np.exp(per_token),
+    }
+    if num_bytes.all():
+        results["nelbo_bits_per_byte"] = nats.sum() / np.log(2) / num_bytes.sum()
+    return {name: float(value) for name, value in results.items()}
+
+
+def bound_times(process: Bounded, u: Float[Array, " B"]) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """t on [0, 1] and the weight that makes E[weight·f(t)] = ∫₀¹ f: importance-drawn above eps, and below it with
+    density ∝ 1/√t, since the coefficient grows as 1/t while the expected number of missing tokens falls as t."""
+    share, eps = BELOW_EPS_SHARE, process.eps
+    above = jnp.clip((u - share) / (1 - share), 0.0, LARGEST_U)
+    t_above, weight = process.importance_times(above)
+    root = jnp.maximum(u, 1e-6) / share  # u = 0 would divide by t = 0
+    below = u < share
+    t = jnp.where(below, eps * root**2, t_above)
+    return t, jnp.where(below, 2 * eps * root / share, weight * (1 - eps) / (1 - share))
+
+
+def integrand(process: Bounded, scores: Scores, canvas: Canvas, targets: InsertionTargets) -> Float[Array, " B"]:
+    """Σ_y R̂ − Σ_y r_y + Σ_y r_y log(r_y/R̂) at one (t, x_t); +inf where the model cannot make a text that x0 needs."""
+    x0, t = targets.x0, targets.t
+    log_c = process.log_missing_rate(canvas, x0.free.sum(-1), t)
+    missing = alignment.gap_posterior(x0, canvas)
+    log_true = log_c[:, None, None] + log_missing_cells(missing, canvas, x0)
+    offset = process.log_rates(scores, canvas, jnp.maximum(t, process.eps))
+    kernel = losses.Cells(scores, offset)
+    log_model = losses.put_run_sums(kernel.outer(x0.tokens), x0.tokens, losses.run_sums(kernel.at, canvas), canvas)
+    total = jnp.where(canvas.open_gap, jnp.exp(offset + scores.lse()), 0.0).sum(-1)
+    log_ratio = jnp.where(missing > 0, log_true - log_model, 0.0)
+    return total + jnp.exp(log_c) * ((missing * log_ratio).sum((-2, -1)) - targets.num_dropped)
+
+
+def log_missing_cells(missing: Float[Array, "B S L"], canvas: Canvas, x0: Example) -> Float[Array, "B S L"]:
+    """log of how many tokens are missing, in expectation, whose insertion makes the same text as x0's token k in gap
+    i: those of the same letter, in that gap or in any gap of the run that it touches."""
+    same = (x0.tokens[:, :, None] == x0.tokens[:, None, :]) & x0.free[:, :, None]
+    log_missing = jnp.log(missing @ same.astype(jnp.float32))
+
+    def at(gap, token):
+        in_gap = jnp.take_along_axis(missing, gap[..., None], axis=1)
+        return jnp.log((in_gap * (x0.tokens[:, None] == token[..., None])).sum(-1))
+
+    return losses.put_run_sums(log_missing, x0.tokens, losses.run_sums(at, canvas), canvas)

@@ -1,0 +1,153 @@
+"""The likelihood bound against its definition, the entropy of data, and its own Monte Carlo estimate."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import oracles
+import worlds
+from dilm_jax import likelihood
+from dilm_jax.processes.registry import PROCESSES
+from oracles import World
+from worlds import K, insert, insertions, rate_and_total, series_S
+
+BOUNDED = [name for name in PROCESSES if isinstance(worlds.process(name), likelihood.Bounded)]
+TIMES = (worlds.EPS / 4, 0.2, 0.45, 0.8)  # the first below eps
+
+
+# --- The integrand, from the definitions in float64 ------------------------------------------------------------------
+
+
+def model_rates(family, t, state, logits, lengths):
+    """{text: R̂} of every text that one insertion makes (docs/MATH.md 3, 4)."""
+    rate, total = rate_and_total(max(t, worlds.EPS))
+    choices = [(1 + i, w) for i, w in insertions(state)]
+    rates = {}
+    for i, w in insertions(state):
+        if family == "joint":
+            p = np.exp(_log_p_left(lengths, state))
+            count = [l / (1.0 if state.free else series_S(l, total)) for l in range(K)]
+            gap_rate = rate / total * (p @ count) / sum(np.exp(logits[c]) for c in choices)
+        else:
+            mean = np.exp(_log_p_left(lengths[1 + i], state)) @ np.arange(K)
+            gap_rate = rate / math.expm1(total) * mean / sum(np.exp(logits[1 + i, v]) for v in worlds.LETTERS)
+        y = insert(state, i, w)
+        rates[y] = rates.get(y, 0.0) + gap_rate * np.exp(logits[1 + i, w])
+    return rates
+
+
+def _log_p_left(length_logits, state):
+    logits = np.where(np.arange(K) <= worlds.L - len(state.tokens), length_logits, -np.inf)
+    return logits - np.logaddexp.reduce(logits)
+
+
+@functools.cache
+def true_rates(family, t, text):
+    """{(x, y): rate} between texts, of the chain reversed given x0 = `text`: σ_t·q_t(y)·Q(y → x)/q_t(x)."""
+    world = worlds.World([text], seed=0)
+    return {(world.states[x], world.states[y]): r for (x, y), r in world.reverse_rates(family, t).items()}
+
+
+def page_integrand(family, t, text, state, logits, lengths):
+    model = model_rates(family, t, state, logits, lengths)
+    true = {y: r for (x, y), r in true_rates(family, t, text).items() if x == state}
+    return sum(model.values()) + sum(r * math.log(r / model[y]) - r for y, r in true.items())
+
+
+@pytest.mark.parametrize("family", BOUNDED)
+def test_integrand_is_the_pages(family):
+    """For random tables, at every text and mask: runs, prompts, infills, the empty canvas, t below eps."""
+    world = worlds.small_world()
+    num = len(world.pairs)
+    canvas, targets = worlds.corrupted(world.pairs * len(TIMES), np.repeat(TIMES, num))
+    table = worlds.random_table(family, num * len(TIMES), seed=3)
+    process = worlds.process(family)
+
+    @jax.jit
+    def run(table):
+        return likelihood.integrand(process, worlds.table_scores(table, np.arange(num * len(TIMES))), canvas, targets)
+
+    values = np.asarray(run(table)).reshape(len(TIMES), num)
+    logits, lengths = (table[leaf].astype(np.float64).reshape(len(TIMES), num, *table[leaf].shape[1:])
+                       for leaf in ("logits", "length"))  # fmt: skip
+    for i, t in enumerate(TIMES):
+        for p, (text, _) in enumerate(world.pairs):
+            state = world.states[world.pair_state[p]]
+            expected = page_integrand(family, t, text, state, logits[i, p], lengths[i, p])
+            np.testing.assert_allclose(values[i, p], expected, rtol=2e-4, atol=2e-4)
+
+
+# --- Noise given that nothing is left at t = 1 -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", BOUNDED)
+def test_corrupt_to_empty_has_the_conditional_law(family):
+    """Also where the end of time often leaves something: σ̄_1 = 2, three tokens."""
+    schedule = worlds.LogLinear(sigma_min=1.0, sigma_max=3.5)
+    total_1 = 2.5 / math.log(3.5)
+    num, text = 4000, worlds.plain([5, 6, 5])
+    process = worlds.process(family, schedule=schedule)
+    x0 = worlds.to_example([text] * num)
+    corrupt = jax.jit(process.corrupt_to_empty)
+    for t in (0.15, 0.6, 1.0):
+        total = float(schedule.total(jnp.float32(t)))
+        _, targets = corrupt(oracles.row_keys(1, num), x0, jnp.full(num, t))
+        dropped = np.asarray(targets.dropped)
+        counts = np.bincount(dropped.sum(-1), minlength=4)
+        probs = _deleted_given_empty(family, total, total_1)
+        assert (np.abs(counts / num - probs) <= 4 * np.sqrt(probs * (1 - probs) / num) + 1e-9).all()
+        per_token = dropped.mean(0)
+        mean = probs @ np.arange(4) / 3
+        assert (np.abs(per_token - mean) <= 4 * math.sqrt(mean * (1 - mean) / num) + 1e-9).all()
+
+
+def _deleted_given_empty(family, total, total_1, n=3):
+    """P(D = d | all n gone at t = 1), d = 0..n, from the chain's transition probabilities."""
+
+    def moves(from_, to, span):
+        """P(to tokens at the end | from_ tokens at the start of a span of σ̄)."""
+        return worlds.mask_prob(family, from_, from_ - to, span) * math.comb(from_, to) if from_ >= to else 0.0
+
+    joint = np.array(
+        [moves(n, n - d, total) * (moves(n - d, 0, total_1 - total) if d < n else 1) for d in range(n + 1)]
+    )
+    return joint / joint.sum()
+
+
+# --- The bound -------------------------------------------------------------------------------------------------------
+
+ROOM = {"num_letters": 2, "max_length": 3, "num_states": 15}
+DATA = World({"": 0.1, "b": 0.15, "ab": 0.2, "aa": 0.1, "aba": 0.25, "bbb": 0.2}, **ROOM)
+ENTROPY = -sum(p * math.log(p) for p in DATA.law.values())
+
+
+@functools.cache
+def estimates(family):
+    """Draws of the bound under the oracle, by text: 64 times, 64 rows each."""
+    process = oracles.make_process(family, ROOM["num_letters"], ROOM["max_length"])
+    texts, rows = list(DATA.law), 64
+    x0 = oracles.example_of([text for text in texts for _ in range(rows)], ROOM["max_length"])
+    B = len(texts) * rows
+    network = oracles.oracle(family, oracles.tables([DATA], [B]))
+
+    @jax.jit
+    def run(key, u):
+        return likelihood.bound_sample(process, network, jax.random.split(key, B), x0, jnp.full(B, u))
+
+    draws = [run(jax.random.key(i), (i + 0.5) / 256) for i in range(256)]
+    return np.stack(draws).reshape(256, len(texts), rows)
+
+
+@pytest.mark.parametrize("family", BOUNDED)
+def test_bound_of_the_true_rates_is_the_entropy(family):
+    """And leaving out what lies below eps would be below it."""
+    draws = estimates(family)  # by the midpoint rule in u
+    law = np.array(list(DATA.law.values()))
+    mean = law @ draws.mean((0, 2))
+    error = math.sqrt((law**2) @ (draws.var(-1, ddof=1).sum(0) / draws.shape[-1]) / draws.shape[0] ** 2)
+    assert mean == pytest.approx(ENTROPY, abs=4 * error + 5e-3)
+    assert error < 0.02
