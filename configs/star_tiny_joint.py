@@ -21,6 +21,5 @@ def get_config(variant=None):
     config.model.update(num_layers=3, width=64, num_heads=4, mlp_width=256, cond_width=64, dropout=0.0, dtype="float32")
     config.optim.update(learning_rate=1e-3, schedule="cosine", warmup_steps=200, ema_decay=0.995)
     config.train.update(eval_every=500, checkpoint_every=500)
-    config.sampling.num_steps = 32
     config.eval.batch_size = 500
     return config_lib.select(config, variant, paper=PAPER)

@@ -38,18 +38,19 @@ CHOICES = {
     "loss.time_sampling": ("uniform", "importance"),
     "optim.schedule": ("constant", "cosine"),
     "train.matmul_precision": ("default", "highest"),
-    "sampling.sampler": ("leap", "euler", "event"),
+    "sampling.sampler": ("event", "leap", "euler"),
 }
 
 # Keys that have an effect only beside one of these values of others: refused otherwise, unless at their default.
-_CHOOSES_A_GAP = {"process.family": "joint", "sampling.sampler": "event"}
+_CHOOSES_A_GAP = {"process.family": ("joint",), "sampling.sampler": ("event",)}
 NEEDS = {
-    "loss.targets": {"loss.alignment": "sampled"},
-    "loss.max_weight": {"loss.weighting": "elbo"},
-    "optim.cosine_cycles": {"optim.schedule": "cosine"},
-    "optim.floor": {"optim.schedule": "cosine"},
-    "sampling.rate_scale": {"sampling.sampler": "euler"},
-    "sampling.calls": {"sampling.sampler": "event"},
+    "loss.targets": {"loss.alignment": ("sampled",)},
+    "loss.max_weight": {"loss.weighting": ("elbo",)},
+    "optim.cosine_cycles": {"optim.schedule": ("cosine",)},
+    "optim.floor": {"optim.schedule": ("cosine",)},
+    "sampling.num_steps": {"sampling.sampler": ("leap", "euler")},
+    "sampling.rate_scale": {"sampling.sampler": ("euler",)},
+    "sampling.calls": {"sampling.sampler": ("event",)},
     "sampling.gap_temperature": _CHOOSES_A_GAP,
     "sampling.gap_top_k": _CHOOSES_A_GAP,
     "sampling.gap_top_p": _CHOOSES_A_GAP,
@@ -124,8 +125,8 @@ def default_config() -> ml_collections.ConfigDict:
     config.mesh.tensor = 1
 
     config.sampling = ml_collections.ConfigDict()
-    config.sampling.sampler = "leap"
-    config.sampling.num_steps = 200  # of the time grid
+    config.sampling.sampler = "event"
+    config.sampling.num_steps = 200  # of the time grid of "leap" and "euler"
     config.sampling.calls = 2  # network calls a token of "event": 2 is exact
     config.sampling.rate_scale = 1.0  # multiplies the rate of "euler"
     config.sampling.temperature = 0.0  # of the token; 0 is greedy
@@ -163,8 +164,8 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
     validate_sampling(config)
     for key, needed in NEEDS.items():
         default = _get(default_config(), key)
-        if _get(config, key) != default and not any(_get(config, other) == value for other, value in needed.items()):
-            wanted = " or ".join(f"config.{other} = {value}" for other, value in needed.items())
+        if _get(config, key) != default and not any(_get(config, other) in values for other, values in needed.items()):
+            wanted = " or ".join(f"config.{other} = {' or '.join(values)}" for other, values in needed.items())
             raise ValueError(
                 f"config.{key} = {_get(config, key)} has an effect only with {wanted}; leave it at {default}"
             )
@@ -350,7 +351,6 @@ SMOKE = {
     "train.eval_every": 2,
     "train.checkpoint_every": 2,
     "train.micro_batches": 1,
-    "sampling.num_steps": 4,
     "eval.num_valid": 8,
     "eval.num_test": 8,
     "eval.batch_size": 8,
@@ -371,7 +371,6 @@ SMALL = {
     "optim.ema_decay": 0.999,
     "train.eval_every": 500,
     "train.checkpoint_every": 500,
-    "sampling.num_steps": 64,
 }
 
 # The paper's star graphs to the letter, its schedule aside, which each config adds. Network, optimizer and greedy

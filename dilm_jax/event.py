@@ -146,10 +146,10 @@ class Thinning:
         insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
         canvas, truncated = canvas_lib.insert_tokens(k_place, canvas, insert, tokens)
 
-        proposes = ~below & (~accept | (self.calls == 1))
+        proposes = active & ~below & (~accept | (self.calls == 1))
         proposed = self.law.earlier(clock.time, -wait / jnp.maximum(expected, 1e-30))
         time = jnp.where(proposes, jnp.maximum(proposed, self.eps), clock.time)
-        time = jnp.where(below, jnp.maximum(time_below, 0.0), time)
+        time = jnp.where(active & below, jnp.maximum(time_below, 0.0), time)
         too_many = active & ~below & ~clock.fresh & (expected > clock.bound * (1 + 1e-4))
         return state.replace(
             canvas=canvas,

@@ -44,7 +44,7 @@ WRONG = [
     (MAIN, [SMOKE, "--config.optim.beta1=1"], "config.optim.beta1 must be in \\[0, 1\\), got 1"),
     (MAIN, [SMOKE, "--config.eval.num_valid=101"], "config.eval.num_valid is 101, but the valid split has 100"),
     (MAIN, [SMOKE, "--config.loss.max_weight=9"], "loss.max_weight = 9.0 has an effect only with .*weighting = elbo"),
-    (MAIN, [SMOKE, "--config.loss.length=poisson_mean"], "sampler='leap' .* loss.length='poisson_mean'"),
+    (MAIN, [SMOKE, "--config.loss.length=poisson_mean"], "sampler='event' .* loss.length='poisson_mean'"),
     (MAIN, [SMOKE, "--config.process.schedule.sigma_min=50"], "0 < sigma_min < sigma_max, got 50.0 and 30.0"),
     (MAIN, [*AS_TRAINED, "--init_from={tmp}/nowhere"], "no checkpoints at {tmp}/nowhere/checkpoints"),
     (MAIN, [SMOKE, "--workdir={run}"], "{run} was trained with model.num_layers = 1, now 2: .* --init_from"),
@@ -58,11 +58,11 @@ WRONG = [
     (EVALUATE, ["--workdir={run}", "--split=tets"], "unknown split 'tets'; choose one of train, valid, test"),
     (EVALUATE, ["--workdir={run}", "--num=5001"], "cannot evaluate 5001 examples: choose 1 to 5000"),
     (EVALUATE, ["--workdir={run}", "--seed=-1"], "--seed=-1"),
-    (EVALUATE, ["--workdir={run}", "--steps=0"], "num_steps must be at least 1, got 0"),
+    (EVALUATE, ["--workdir={run}", "--sampler=leap", "--steps=0"], "num_steps must be at least 1, got 0"),
     (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
     (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
-    (GENERATE, ["--workdir={run}", "--calls=1"], "calls = 1 has no effect on sampler 'leap'"),
-    (EVALUATE, ["--workdir={run}", "--sampler=event", "--steps=9"], "num_steps = 9 has no effect on sampler 'event'"),
+    (GENERATE, ["--workdir={run}", "--sampler=leap", "--calls=1"], "calls = 1 has no effect on sampler 'leap'"),
+    (EVALUATE, ["--workdir={run}", "--steps=9"], "num_steps = 9 has no effect on sampler 'event'"),
     (GENERATE, ["--workdir={paper}", "--sampler=event"], "sampler='event' reads the length posterior"),
     (GENERATE, ["--workdir={run}", "--top_p=0.9"], "top_p 0.9 have no effect at temperature 0"),
     (GENERATE, ["--workdir={run}", LONG], "the prompt has 16 tokens, star_tiny takes at most 10"),
@@ -71,7 +71,7 @@ WRONG = [
     (GENERATE, ["--workdir={run}", "--input={tmp}/nowhere.jsonl"], "no file {tmp}/nowhere.jsonl"),
     (GENERATE, ["--workdir={run}", "--input={tmp}/rows.jsonl"], "{tmp}/rows.jsonl, line 2: "),
     (GENERATE, ["--workdir={run}", "--input={tmp}/latin1.jsonl"], "{tmp}/latin1.jsonl is not UTF-8"),
-    (GENERATE, ["--workdir={run}", "--sampler=lep"], "'lep', expected one of leap, euler; did you mean 'leap'?"),
+    (GENERATE, ["--workdir={run}", "--sampler=lep"], "'lep', expected one of event, leap, euler; did you mean 'leap'?"),
     (GENERATE, ["--workdir={paper}", "--sampler=leap"], "sampler='leap' .* loss.length='poisson_mean'"),
     (GENERATE, ["--workdir={run}", "--num=5001"], "--num=5001: the test split has 5000 graphs"),
     (GENERATE, ["--workdir={run}", "--num=0"], "--num=0"),
@@ -195,7 +195,7 @@ def test_a_row_has_the_documented_keys(warm, prompts, generated):
     for i, (row, prompt) in enumerate(zip(generated, prompts, strict=True)):
         assert list(row) == ROW
         ids, num = row["ids"], len(prompt["prompt"])
-        assert (row["index"], row["id"], row["seed"], row["sampler"]) == (i, f"row {i}", 3, "leap")
+        assert (row["index"], row["id"], row["seed"], row["sampler"]) == (i, f"row {i}", 3, "event")
         assert ids[:num] == prompt["prompt"] and row["prompt"] == star.format_prompt(prompt["prompt"])
         assert row["length"] == len(ids) == num + row["inserted"]
         assert row["spans"] == [star.format_path(ids[num:])]

@@ -291,7 +291,9 @@ def take(tree, rows):
     return jax.tree.map(lambda x: x[jnp.asarray(rows)], tree)
 
 
-SAMPLERS = [(family, sampler) for family in oracles.FAMILIES for sampler in ("leap", "euler")]
+SAMPLERS = [(family, sampler) for family in oracles.FAMILIES for sampler in ("event", "leap")]
+SAMPLERS += [pytest.param(family, "euler", marks=pytest.mark.slow) for family in oracles.FAMILIES]
+BY_DEFAULT = ["event", pytest.param("leap", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("family, sampler", SAMPLERS)
@@ -313,19 +315,20 @@ def test_prompts_stay_and_closed_gaps_never_fire(family, sampler):
     assert grew > B / 2
 
 
+@pytest.mark.parametrize("sampler", BY_DEFAULT)
 @pytest.mark.parametrize("family", oracles.FAMILIES)
-def test_rows_depend_on_their_own_key_and_canvas(family):
+def test_rows_depend_on_their_own_key_and_canvas(family, sampler):
     """Neither on neighbours, nor on their number, nor on how long they take; nothing of a finished row changes."""
     key, canvas = oracles.row_keys(0, B), prompts()
-    together, calls = sample(family, "leap", key, canvas)
+    together, calls = sample(family, sampler, key, canvas)
     assert len(set(np.asarray(together.nfe))) > 3
     assert calls == together.nfe.max()
     assert not together.truncated.any()
     order = np.random.default_rng(0).permutation(B)
-    shuffled, _ = sample(family, "leap", key[order], take(canvas, order))
+    shuffled, _ = sample(family, sampler, key[order], take(canvas, order))
     assert_same_rows(shuffled, take(together, order))
     for row in range(B):
-        alone, calls = sample(family, "leap", key[row : row + 1], take(canvas, [row]))
+        alone, calls = sample(family, sampler, key[row : row + 1], take(canvas, [row]))
         assert_same_rows(alone, take(together, [row]))
         assert calls == alone.nfe[0]  # calls are counted while the row is unfinished, and no others
 

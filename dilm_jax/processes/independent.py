@@ -108,9 +108,9 @@ class Independent:
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
     def samplers(self, options):
-        """leap: each gap gets a token with the exact probability that at least one is due in it within the step.
-        euler: Algorithm 3, with probability 1 − exp(−rate·Δt). At most one token a gap a step.
-        event: at the times at which insertions happen, by thinning."""
+        """event: one insertion at each time at which one happens, by thinning.
+        leap: each gap gets a token with the exact probability that at least one is due in it within the step.
+        euler: Algorithm 3, with probability 1 − exp(−rate·Δt). At most one token a gap a step."""
 
         def grid(fire, repeat_last):
             def draw(key, scores, canvas, t, s, filters):
@@ -138,9 +138,9 @@ class Independent:
             return draw_insertion(key, self._log_mean_left(scores, canvas), scores, canvas, fire, filters)
 
         return {
+            "event": Thinning(max_length=self.max_length, eps=self.eps, calls=options.calls, law=self, draw=draw_one),
             "leap": grid(self._fire_probability, True),
             "euler": grid(euler, False),
-            "event": Thinning(max_length=self.max_length, eps=self.eps, calls=options.calls, law=self, draw=draw_one),
         }
 
     def expected_left(self, scores, canvas):

@@ -102,9 +102,9 @@ class Joint:
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
     def samplers(self, options):
-        """leap: one insertion with the exact probability that at least one is due within the step.
-        euler: Algorithm 2, with probability rate·Δt.
-        event: at the times at which insertions happen."""
+        """event: one insertion at each time at which one happens.
+        leap: one insertion with the exact probability that at least one is due within the step.
+        euler: Algorithm 2, with probability rate·Δt."""
 
         def grid(fire, repeat_last):
             def draw(key, scores, canvas, t, s, filters):
@@ -127,8 +127,6 @@ class Joint:
             return due, due
 
         return {
-            "leap": grid(self._fire_probability, True),
-            "euler": grid(euler, False),
             "event": OrderStatistics(
                 max_length=self.max_length,
                 eps=self.eps,
@@ -137,6 +135,8 @@ class Joint:
                 next_time=self._next_time,
                 draw=draw_one_gap,
             ),
+            "leap": grid(self._fire_probability, True),
+            "euler": grid(euler, False),
         }
 
     def insertion_rate(self, scores, canvas, t):
