@@ -72,7 +72,7 @@ def test_samples_have_the_law_of_the_data(family, calls, world):
 @pytest.mark.parametrize("family", oracles.FAMILIES)
 def test_network_calls_follow_the_length(family):
     """Two a token and one that finds nothing missing (order statistics); thinning has its rejections on top."""
-    for world, (_, nfe, length) in samples(family, calls=2)[0].items():
+    for world, (_, nfe, length) in samples(family, 2)[0].items():
         if family == "joint":
             assert (nfe <= 2 * length + 1).all() and (nfe >= 2 * length).all()
         elif world is DISTINCT:
