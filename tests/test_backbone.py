@@ -339,7 +339,8 @@ def test_scores_index_the_dense_logits():
 @pytest.mark.parametrize(("head", "shape"), [("cls", (B, 11)), ("gap", (B, S, 11)), (None, None)])
 def test_shapes_of_the_heads(head, shape):
     graphdef, abstract = make(length_head=head, num_lengths=11, stop_head=head == "cls")
-    scores = jax.eval_shape(lambda p: vars(nnx.merge(graphdef, p)(canvas(), TIME)), abstract)
+    made = canvas()
+    scores = jax.eval_shape(lambda p: vars(nnx.merge(graphdef, p)(made, TIME)), abstract)
     shapes = {name: leaf and leaf.shape for name, leaf in scores.items()}
     assert shapes == {"logits": (B, S, V), "length_logits": shape, "stop_logits": (B,) if head == "cls" else None}
 
@@ -384,11 +385,12 @@ def value_and_grad(**changed):
     graphdef, abstract = make(**changed)
     keys = jax.random.split(jax.random.key(3), B)
     gap, token = jnp.array([[1, 2, 7]] * B), jnp.array([[5, 6, 8]] * B)
+    made = canvas()
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     @functools.partial(jax.grad, has_aux=True)
     def run(params):
-        scores = nnx.merge(graphdef, params)(canvas(), TIME, keys)
+        scores = nnx.merge(graphdef, params)(made, TIME, keys)
         return scores.lse().mean() - scores.at(gap, token).mean() + scores.outer(token).mean(), scores
 
     grads, scores = run(randomised(abstract))
