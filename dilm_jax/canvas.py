@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 CLS_COLUMN, BOS_COLUMN = 0, 1
 NUM_SPECIAL_COLUMNS = 2  # CLS and BOS precede the content
@@ -170,6 +170,15 @@ def drop_tokens(x0: Example, dropped: Bool[Array, "B L"], vocabulary: Vocabulary
     open_gap = jnp.zeros((B, S), bool).at[row, gap_column].max(x0.open_gap, mode="drop")
     gap = jnp.where(dropped & x0.valid, BOS_COLUMN + kept_before, 0)
     return _layout(tokens, frozen, open_gap, length), gap
+
+
+def drop_at_random(
+    key: Key[Array, " B"], x0: Example, count: Int[Array, " B"], t: Float[Array, " B"], vocabulary: Vocabulary
+) -> tuple[Canvas, InsertionTargets]:
+    """Deletes `count` free tokens (all of them if there are fewer), which ones uniform."""
+    dropped = choose(key, x0.free, count)
+    canvas, gap = drop_tokens(x0, dropped, vocabulary)
+    return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
 
 
 def to_canvas(x0: Example, vocabulary: Vocabulary) -> Canvas:

@@ -162,9 +162,10 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
         if not 0 <= _get(config, key) < 1:
             raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")
     validate_sampling(config)
+    defaults = default_config()
     for key, needed in NEEDS.items():
-        default = _get(default_config(), key)
-        if _get(config, key) != default and not any(_get(config, other) in values for other, values in needed.items()):
+        default = _get(defaults, key)
+        if _get(config, key) != default and not has_effect(config, key):
             wanted = " or ".join(f"config.{other} = {' or '.join(values)}" for other, values in needed.items())
             raise ValueError(
                 f"config.{key} = {_get(config, key)} has an effect only with {wanted}; leave it at {default}"
@@ -185,6 +186,12 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
         raise ValueError(
             f"config.eval.batch_size {config.eval.batch_size} must be divisible by {shards} devices (data × fsdp)"
         )
+
+
+def has_effect(config: ml_collections.ConfigDict, key: str) -> bool:
+    """Whether the values beside a key let it have one (see NEEDS)."""
+    needed = NEEDS.get(key, {})
+    return not needed or any(_get(config, other) in values for other, values in needed.items())
 
 
 def validate_sampling(config: ml_collections.ConfigDict) -> None:

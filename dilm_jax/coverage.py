@@ -48,15 +48,11 @@ class Coverage:
 
 def coverage(process: Bounded, lengths: Sequence[int], num_times: int = 51) -> Coverage:
     """The report for a sample of lengths. Raises ValueError for no lengths, or one outside [0, max_length]."""
-    if not len(lengths):
-        raise ValueError("coverage needs at least one length")
-    values, counts = np.unique(np.asarray(lengths), return_counts=True)
-    if values[0] < 0 or values[-1] > process.max_length:
-        raise ValueError(f"lengths run from {values[0]} to {values[-1]}, outside [0, {process.max_length}]")
-    n, times = jnp.asarray(values, jnp.int32), np.linspace(0.0, 1.0, num_times)
+    n, share = _histogram(process, lengths)
+    times = np.linspace(0.0, 1.0, num_times)
     return Coverage(
-        lengths=values,
-        share=counts / counts.sum(),
+        lengths=np.asarray(n),
+        share=share,
         start_nonempty=np.asarray(process.start_nonempty(n), np.float64),
         times=times,
         kept=np.stack([np.asarray(process.kept_probs(n, jnp.float32(t))) for t in times]),
@@ -65,13 +61,12 @@ def coverage(process: Bounded, lengths: Sequence[int], num_times: int = 51) -> C
 
 def propose(process: Any, lengths: Sequence[int], target: float = TOO_MANY / 2) -> tuple[float, float]:
     """(sigma_min, sigma_max) in the ratio of the process's schedule, scaled by the factor at which P(N_1 > 0) of these
-    lengths is `target`. Raises ValueError for a target outside (0, 1), or lengths that are all 0."""
+    lengths is `target`. Raises ValueError as `coverage`, for a target outside (0, 1), or lengths that are all 0."""
     if not 0 < target < 1:
         raise ValueError(f"target must be in (0, 1), got {target}")
-    if not max(lengths, default=0):
+    n, share = _histogram(process, lengths)
+    if not n.max():
         raise ValueError("texts without tokens need no schedule: every length is 0")
-    values, counts = np.unique(np.asarray(lengths), return_counts=True)
-    n, share = jnp.asarray(values, jnp.int32), counts / counts.sum()
     schedule = process.schedule
 
     def scaled(log_factor):
@@ -83,15 +78,15 @@ def propose(process: Any, lengths: Sequence[int], target: float = TOO_MANY / 2) 
     low, high = -20.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        nonempty = dataclasses.replace(process, schedule=scaled(middle)).start_nonempty(n)
-        low, high = (middle, high) if share @ np.asarray(nonempty, np.float64) > target else (low, middle)
+        p = _p_start_nonempty(dataclasses.replace(process, schedule=scaled(middle)), n, share)
+        low, high = (middle, high) if p > target else (low, middle)
     found = scaled(high)
     return found.sigma_min, found.sigma_max
 
 
 def warning(process: Bounded, lengths: Sequence[int]) -> str | None:
     """One line if the schedule does not cover the lengths."""
-    p = coverage(process, lengths, num_times=2).p_start_nonempty
+    p = _p_start_nonempty(process, *_histogram(process, lengths))
     if p <= TOO_MANY:
         return None
     low, high = propose(process, lengths)
@@ -99,6 +94,20 @@ def warning(process: Bounded, lengths: Sequence[int]) -> str | None:
         f"the schedule leaves something of {100 * p:.1f}% of the texts at t = 1, where samplers start from nothing; "
         f"process.schedule.sigma_min={low:.3g} and sigma_max={high:.3g} would leave {50 * TOO_MANY:.1f}%"
     )
+
+
+def _histogram(process, lengths):
+    """The lengths that occur, ascending, and how often."""
+    if not len(lengths):
+        raise ValueError("coverage needs at least one length")
+    values, counts = np.unique(np.asarray(lengths), return_counts=True)
+    if values[0] < 0 or values[-1] > process.max_length:
+        raise ValueError(f"lengths run from {values[0]} to {values[-1]}, outside [0, {process.max_length}]")
+    return jnp.asarray(values, jnp.int32), counts / counts.sum()
+
+
+def _p_start_nonempty(process, n, share) -> float:
+    return float(share @ np.asarray(process.start_nonempty(n), np.float64))
 
 
 def plot(report: Coverage, path) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import coverage, likelihood, sampling, sharding
@@ -54,6 +54,11 @@ def abstract_params(parts: Parts, mesh):
     )
 
 
+def row_keys(seed: UInt[Array, " B"], index: Int[Array, " B"]) -> jax.Array:
+    """A key [B] for each row."""
+    return jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seed, index)
+
+
 def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
     """Jitted (params, examples, seed [B], index [B]) → Samples: deletes what is free and generates it anew.
 
@@ -65,7 +70,7 @@ def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
     def sample(params, x0: Example, seed, index) -> Samples:
-        key = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seed, index)
+        key = row_keys(seed, index)
         prompt, _ = canvas_lib.drop_tokens(x0, x0.free, parts.process.vocabulary)
         state = sampling.generate(functools.partial(apply, params), sampler, key, prompt, parts.filters)
         tokens, length = sampler.decode(state.canvas)
@@ -84,7 +89,7 @@ def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) 
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
     def bound(params, x0: Example, seed, index):
-        key = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seed, index)
+        key = row_keys(seed, index)
         return likelihood.bound_samples(process, functools.partial(apply, params), key, x0, num_times).T
 
     return bound

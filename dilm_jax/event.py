@@ -12,12 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas
-from dilm_jax.sampling import Filters, State, nothing_due
+from dilm_jax.sampling import Filters, Insertions, begin, move
 
 Times = Float[Array, " B"]
 # (key, scores, canvas, fire [B], filters) → one insertion a row that fires, at most: insert [B, S] and tokens [B, S].
@@ -26,27 +26,17 @@ DrawOne = Callable[[Any, Scores, Canvas, Bool[Array, " B"], Filters], tuple[Arra
 
 @struct.dataclass
 class Clock:
-    """`carry` of both samplers."""
+    """`carry` of OrderStatistics."""
 
     time: Float[Array, " B"]  # of the last event or proposal
     fresh: Bool[Array, " B"]  # the next call is at a canvas not seen at this time: it proposes, and inserts nothing
-    bound: Float[Array, " B"]  # thinning: the expected number missing that the pending proposal was drawn with
 
 
-def start(max_length: int, key: Key[Array, " B"], canvas: Canvas) -> State:
-    """Every row at t = 1."""
-    B = canvas.length.shape[0]
-    zeros, ones = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.float32)
-    return State(
-        canvas=canvas,
-        clock=ones,
-        key=key,
-        nfe=zeros,
-        saturated=zeros,
-        truncated=jnp.zeros(B, bool),
-        done=nothing_due(canvas, max_length),
-        carry=Clock(time=ones, fresh=jnp.ones(B, bool), bound=ones),
-    )
+@struct.dataclass
+class Proposal(Clock):
+    """`carry` of Thinning."""
+
+    bound: Float[Array, " B"]  # the expected number missing that the pending proposal was drawn with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +55,11 @@ class OrderStatistics:
     next_time: Callable[[Any, Canvas, Int[Array, " B"], Times], Times]  # (key, canvas, l, t) → s
     draw: DrawOne
 
+    decode = staticmethod(canvas_lib.content)
+
     def start(self, key, canvas):
-        return start(self.max_length, key, canvas)
+        at_one = jnp.ones(canvas.length.shape, jnp.float32)
+        return begin(key, canvas, self.max_length, carry=Clock(time=at_one, fresh=at_one > 0))
 
     def advance(self, scores, state, filters):
         k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
@@ -77,21 +70,16 @@ class OrderStatistics:
 
         fire = due if self.calls == 1 else active & ~clock.fresh
         insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
-        canvas, truncated = canvas_lib.insert_tokens(k_place, canvas, insert, tokens)
-        fresh = clock.fresh if self.calls == 1 else ~clock.fresh
-        ended = clock.fresh & (left == 0)
-        return state.replace(
-            canvas=canvas,
+        return move(
+            state,
+            k_place,
+            Insertions(insert=insert, tokens=tokens, saturated=jnp.zeros_like(fire)),
+            self.max_length,
+            finished=clock.fresh & (left == 0),
             clock=jnp.maximum(time, self.eps),
-            key=k_next,
-            nfe=state.nfe + active,
-            truncated=state.truncated | truncated,
-            done=state.done | ended | truncated | nothing_due(canvas, self.max_length),
-            carry=clock.replace(time=time, fresh=fresh),
+            next_key=k_next,
+            carry=Clock(time=time, fresh=clock.fresh if self.calls == 1 else ~clock.fresh),
         )
-
-    def decode(self, canvas):
-        return canvas_lib.content(canvas)
 
 
 @runtime_checkable
@@ -106,8 +94,8 @@ class Missing(Protocol):
         """s with log M(s) = log M(t) + log_factor, log_factor ≤ 0."""
         ...
 
-    def total_rate(self, scores: Scores, canvas: Canvas, t: Times) -> Float[Array, " B"]:
-        """Insertions per unit of time."""
+    def coefficient(self, t: Times) -> Float[Array, " B"]:
+        """−d log M(t)/dt: insertions of each missing token per unit of time."""
         ...
 
 
@@ -128,39 +116,38 @@ class Thinning:
     law: Missing
     draw: DrawOne
 
+    decode = staticmethod(canvas_lib.content)
+
     def start(self, key, canvas):
-        return start(self.max_length, key, canvas)
+        at_one = jnp.ones(canvas.length.shape, jnp.float32)
+        return begin(key, canvas, self.max_length, carry=Proposal(time=at_one, fresh=at_one > 0, bound=at_one))
 
     def advance(self, scores, state, filters):
         k_accept, k_wait, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
-        canvas, clock, active = state.canvas, state.carry, ~state.done
-        below = clock.time <= self.eps
+        canvas, pending, active = state.canvas, state.carry, ~state.done
+        below = pending.time <= self.eps
         wait = jax.vmap(jax.random.exponential)(k_wait)
         expected = self.law.expected_left(scores, canvas)
 
-        constant_rate = self.law.total_rate(scores, canvas, jnp.full_like(clock.time, self.eps))
-        time_below = clock.time - wait / jnp.maximum(constant_rate, 1e-30)
+        constant_rate = self.law.coefficient(jnp.full_like(pending.time, self.eps)) * expected
+        time_below = pending.time - wait / jnp.maximum(constant_rate, 1e-30)
         uniform = jax.vmap(jax.random.uniform)(k_accept)
-        accept = ~clock.fresh & (uniform * clock.bound < expected)
+        accept = ~pending.fresh & (uniform * pending.bound < expected)
         fire = active & jnp.where(below, time_below > 0, accept)
         insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
-        canvas, truncated = canvas_lib.insert_tokens(k_place, canvas, insert, tokens)
 
         proposes = active & ~below & (~accept | (self.calls == 1))
-        proposed = self.law.earlier(clock.time, -wait / jnp.maximum(expected, 1e-30))
-        time = jnp.where(proposes, jnp.maximum(proposed, self.eps), clock.time)
+        proposed = self.law.earlier(pending.time, -wait / jnp.maximum(expected, 1e-30))
+        time = jnp.where(proposes, jnp.maximum(proposed, self.eps), pending.time)
         time = jnp.where(active & below, jnp.maximum(time_below, 0.0), time)
-        too_many = active & ~below & ~clock.fresh & (expected > clock.bound * (1 + 1e-4))
-        return state.replace(
-            canvas=canvas,
+        too_many = ~below & ~pending.fresh & (expected > pending.bound * (1 + 1e-4))
+        return move(
+            state,
+            k_place,
+            Insertions(insert=insert, tokens=tokens, saturated=too_many),
+            self.max_length,
+            finished=below & ~fire,
             clock=jnp.maximum(time, self.eps),
-            key=k_next,
-            nfe=state.nfe + active,
-            saturated=state.saturated + too_many,
-            truncated=state.truncated | truncated,
-            done=state.done | (below & ~fire) | truncated | nothing_due(canvas, self.max_length),
-            carry=Clock(time=time, fresh=~proposes, bound=expected),
+            next_key=k_next,
+            carry=Proposal(time=time, fresh=~proposes, bound=expected),
         )
-
-    def decode(self, canvas):
-        return canvas_lib.content(canvas)

@@ -21,11 +21,10 @@ from dilm_jax import alignment, losses
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
-from dilm_jax.schedules import TimeSampler
+from dilm_jax.schedules import LARGEST_U, TimeSampler, stratified
 
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
 BELOW_EPS_SHARE = 0.05  # of the draws of t, for [0, eps]
-LARGEST_U = np.nextafter(np.float32(1), np.float32(0))
 
 
 @runtime_checkable
@@ -89,8 +88,7 @@ def bound_samples(
     def at(cell):
         cell_key = jax.vmap(lambda k: jax.random.fold_in(k, cell))(key)
         k_time, k_noise = canvas_lib.split_keys(cell_key, 2)
-        u = (cell + jax.vmap(jax.random.uniform)(k_time)) / num_times
-        return bound_sample(process, network, k_noise, x0, jnp.minimum(u, LARGEST_U))
+        return bound_sample(process, network, k_noise, x0, stratified(k_time, cell, num_times))
 
     return jax.lax.map(at, jnp.arange(num_times))
 
@@ -139,7 +137,7 @@ def integrand(process: Bounded, scores: Scores, canvas: Canvas, targets: Inserti
     log_true = log_c[:, None, None] + log_missing_cells(missing, canvas, x0)
     offset = process.log_rates(scores, canvas, jnp.maximum(t, process.eps))
     kernel = losses.Cells(scores, offset)
-    log_model = losses.put_run_sums(kernel.outer(x0.tokens), x0.tokens, losses.run_sums(kernel.at, canvas), canvas)
+    log_model = losses.put_run_sums(kernel.outer(x0.tokens), x0.tokens, kernel.at, canvas)
     total = jnp.where(canvas.open_gap, jnp.exp(offset + scores.lse()), 0.0).sum(-1)
     log_ratio = jnp.where(missing > 0, log_true - log_model, 0.0)
     return total + jnp.exp(log_c) * ((missing * log_ratio).sum((-2, -1)) - targets.num_dropped)
@@ -155,4 +153,4 @@ def log_missing_cells(missing: Float[Array, "B S L"], canvas: Canvas, x0: Exampl
         in_gap = jnp.take_along_axis(missing, gap[..., None], axis=1)
         return jnp.log((in_gap * (x0.tokens[:, None] == token[..., None])).sum(-1))
 
-    return losses.put_run_sums(log_missing, x0.tokens, losses.run_sums(at, canvas), canvas)
+    return losses.put_run_sums(log_missing, x0.tokens, at, canvas)

@@ -103,22 +103,20 @@ def _gathered(log_kernel, gap_reference, canvas, targets, *, exact):
 def _dense(log_kernel, gap_reference, canvas, targets, *, exact):
     log_p = log_kernel.dense()
     counts = expand_targets(targets, *log_p.shape[1:])
-    if exact:
-        log_p = put_run_sums(log_p, jnp.arange(log_p.shape[-1])[None], run_sums(log_kernel.at, canvas), canvas)
-    return _expected(counts, log_p, gap_reference)
+    letters = jnp.arange(log_p.shape[-1])[None]
+    return _expected(counts, log_p, letters, log_kernel, gap_reference, canvas, exact)
 
 
 def _marginal(log_kernel, gap_reference, canvas, targets, *, exact):
     """Column k of the counts is original token k, not a letter: [B, S, L] whatever the vocabulary."""
     tokens = targets.x0.tokens
     counts = alignment.gap_posterior(targets.x0, canvas)
-    log_p = log_kernel.outer(tokens)
+    return _expected(counts, log_kernel.outer(tokens), tokens, log_kernel, gap_reference, canvas, exact)
+
+
+def _expected(counts, log_p, tokens, log_kernel, gap_reference, canvas, exact):
     if exact:
-        log_p = put_run_sums(log_p, tokens, run_sums(log_kernel.at, canvas), canvas)
-    return _expected(counts, log_p, gap_reference)
-
-
-def _expected(counts, log_p, gap_reference):
+        log_p = put_run_sums(log_p, tokens, log_kernel.at, canvas)
     return (counts * jnp.where(counts > 0, log_p - gap_reference[..., None], 0.0)).sum((-2, -1))
 
 
@@ -171,9 +169,11 @@ def find_run(
 
 
 def put_run_sums(
-    log_p: Float[Array, "B S Q"], token: Int[Array, "#B Q"], run_log_p: Float[Array, "B S"], canvas: Canvas
+    log_p: Float[Array, "B S Q"], token: Int[Array, "#B Q"], log_p_at: Callable[[Array, Array], Array], canvas: Canvas
 ) -> Float[Array, "B S Q"]:
-    """log p of the cells (gap i, token[q]), with the run's sum in those that touch a run of that token."""
+    """log p of the cells (gap i, token[q]), with the run's sum (see `run_sums`) in those that touch a run of that
+    token."""
+    run_log_p = run_sums(log_p_at, canvas)
     next_column = jnp.pad(run_log_p[:, 1:], ((0, 0), (0, 1)))
     after = canvas_lib.linked(canvas)[..., None] & (canvas.tokens[..., None] == token[:, None])
     before = jnp.pad(after[:, 1:], ((0, 0), (0, 1), (0, 0)))

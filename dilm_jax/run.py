@@ -106,14 +106,14 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
     config = config_lib.from_json(json.loads(path.read_text()))
     overrides = {name: value for name, value in sampling.items() if value is not None}
     config.sampling.update(overrides)
-    ignored = "num_steps" if config.sampling.sampler == "event" else "calls"
-    if ignored in overrides:
-        raise ValueError(
-            f"{ignored} = {overrides[ignored]} has no effect on sampler {config.sampling.sampler!r}: "
-            "num_steps (--steps) is of time grids, calls is of event; leave it out"
-        )
     config.mesh.update({"data": -1, "fsdp": 1, "tensor": 1})  # the devices of this machine, not of the training
     config_lib.validate_sampling(config)
+    for name, value in overrides.items():
+        if not config_lib.has_effect(config, f"sampling.{name}"):
+            raise ValueError(
+                f"{name} = {value} has no effect on sampler {config.sampling.sampler!r}: "
+                "num_steps (--steps) is of time grids, calls is of event; leave it out"
+            )
     parts = config_lib.build(config)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
     checkpointer = Checkpointer(directory / train.CHECKPOINTS)

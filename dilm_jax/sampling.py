@@ -170,7 +170,54 @@ def generate(network: Network, sampler: Sampler, key: Key[Array, " B"], canvas: 
     return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas))
 
 
-def nothing_due(canvas: Canvas, max_length: int) -> Bool[Array, " B"]:
+def begin(key: Key[Array, " B"], canvas: Canvas, max_length: int, carry: Any) -> State:
+    """Every row at t = 1; done where no insertion can be due."""
+    B = canvas.length.shape[0]
+    zeros = jnp.zeros(B, jnp.int32)
+    return State(
+        canvas=canvas,
+        clock=jnp.ones(B, jnp.float32),
+        key=key,
+        nfe=zeros,
+        saturated=zeros,
+        truncated=jnp.zeros(B, bool),
+        done=_nothing_due(canvas, max_length),
+        carry=carry,
+    )
+
+
+def move(
+    state: State,
+    key: Key[Array, " B"],
+    drawn: Insertions,
+    max_length: int,
+    *,
+    finished: Bool[Array, " B"],
+    clock: Float[Array, " B"],
+    next_key: Key[Array, " B"],
+    carry: Any,
+) -> State:
+    """Makes the insertions of the unfinished rows (`key` says which, where they do not all fit) and counts the call.
+
+    A row is then done if the sampler has `finished` it, if its text is as long as the family allows, if no gap is
+    open, or if an insertion was left out.
+    """
+    active = ~state.done
+    insert = drawn.insert & active[:, None]
+    canvas, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
+    return State(
+        canvas=canvas,
+        clock=clock,
+        key=next_key,
+        nfe=state.nfe + active,
+        saturated=state.saturated + (drawn.saturated & active),
+        truncated=state.truncated | truncated,
+        done=state.done | finished | truncated | _nothing_due(canvas, max_length),
+        carry=carry,
+    )
+
+
+def _nothing_due(canvas: Canvas, max_length: int) -> Bool[Array, " B"]:
     """Rows whose text is as long as the family allows, or without an open gap."""
     longest = max_length + canvas_lib.NUM_SPECIAL_COLUMNS
     return (canvas.length >= longest) | ~canvas.open_gap.any(-1)
@@ -223,9 +270,6 @@ class DrawStep(Protocol):
 class Grid:
     """Marches t = 1, 1 − 1/N, …, 0. With `repeat_last` the step that ends at 0 is repeated while it inserts, so
     that nothing the length head still expects is left out. For t < eps the model is the one at eps.
-
-    A row is done early when its text is as long as the family allows, when no gap is open, or when an insertion was
-    left out.
     """
 
     num_steps: int
@@ -234,44 +278,28 @@ class Grid:
     draw: DrawStep
     repeat_last: bool
 
+    decode = staticmethod(canvas_lib.content)
+
     def start(self, key, canvas):
-        B = canvas.length.shape[0]
-        zeros = jnp.zeros(B, jnp.int32)
-        return State(
-            canvas=canvas,
-            clock=jnp.ones(B, jnp.float32),
-            key=key,
-            nfe=zeros,
-            saturated=zeros,
-            truncated=jnp.zeros(B, bool),
-            done=nothing_due(canvas, self.max_length),
-            carry=zeros,  # the step's index
-        )
+        return begin(key, canvas, self.max_length, carry=jnp.zeros(canvas.length.shape, jnp.int32))  # the step's index
 
     def advance(self, scores, state, filters):
         step = state.carry
         t, s = self._time(step), self._time(step + 1)
         k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 3)
         drawn = self.draw(k_draw, scores, state.canvas, t, s, filters)
-        insert = drawn.insert & ~state.done[:, None]
-        canvas, truncated = canvas_lib.insert_tokens(k_place, state.canvas, insert, drawn.tokens)
-
         last = step == self.num_steps - 1
-        finished = last & ~insert.any(-1) if self.repeat_last else last
         next_step = jnp.where(state.done, step, jnp.minimum(step + 1, self.num_steps - 1))
-        return State(
-            canvas=canvas,
+        return move(
+            state,
+            k_place,
+            drawn,
+            self.max_length,
+            finished=last & ~drawn.insert.any(-1) if self.repeat_last else last,
             clock=jnp.maximum(self._time(next_step), self.eps),
-            key=k_next,
-            nfe=state.nfe + ~state.done,
-            saturated=state.saturated + (drawn.saturated & ~state.done),
-            truncated=state.truncated | truncated,
-            done=state.done | finished | truncated | nothing_due(canvas, self.max_length),
+            next_key=k_next,
             carry=next_step,
         )
-
-    def decode(self, canvas):
-        return canvas_lib.content(canvas)
 
     def _time(self, step):
         # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.

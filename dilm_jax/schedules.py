@@ -174,15 +174,18 @@ class ImportanceTimes:
         return t, 1 / ((1 - self.eps) * density_t)
 
 
+LARGEST_U = np.nextafter(np.float32(1), np.float32(0))
+
+
 def stratified(key, index: Array, batch_size: int) -> Float[Array, " B"]:
     """u_i = (i + U_i)/batch_size: one draw in each of `batch_size` equal cells of [0, 1).
 
     Args:
       key: typed key [B], one an example.
-      index: [B] the examples' places in the GLOBAL batch.
+      index: [B] the examples' places in the GLOBAL batch; or the one cell of all.
     """
     jitter = jax.vmap(lambda k: jax.random.uniform(k, ()))(key)
-    return jnp.minimum((index + jitter) / batch_size, np.nextafter(np.float32(1), np.float32(0)))
+    return jnp.minimum((index + jitter) / batch_size, LARGEST_U)
 
 
 TIME_SAMPLING: dict[str, Callable[..., TimeSampler]] = {

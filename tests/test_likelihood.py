@@ -29,20 +29,15 @@ def model_rates(family, t, state, logits, lengths):
     rates = {}
     for i, w in insertions(state):
         if family == "joint":
-            p = np.exp(_log_p_left(lengths, state))
+            p = np.exp(worlds.log_p_left(lengths, state))
             count = [l / (1.0 if state.free else series_S(l, total)) for l in range(K)]
             gap_rate = rate / total * (p @ count) / sum(np.exp(logits[c]) for c in choices)
         else:
-            mean = np.exp(_log_p_left(lengths[1 + i], state)) @ np.arange(K)
+            mean = np.exp(worlds.log_p_left(lengths[1 + i], state)) @ np.arange(K)
             gap_rate = rate / math.expm1(total) * mean / sum(np.exp(logits[1 + i, v]) for v in worlds.LETTERS)
         y = insert(state, i, w)
         rates[y] = rates.get(y, 0.0) + gap_rate * np.exp(logits[1 + i, w])
     return rates
-
-
-def _log_p_left(length_logits, state):
-    logits = np.where(np.arange(K) <= worlds.L - len(state.tokens), length_logits, -np.inf)
-    return logits - np.logaddexp.reduce(logits)
 
 
 @functools.cache

@@ -182,6 +182,12 @@ class World:
         return counts / np.where(summed > 0, summed, 1)
 
 
+def log_p_left(length_logits: np.ndarray, state: Text) -> np.ndarray:
+    """log p(l) of a length head: only as many can be missing as still fit."""
+    logits = np.where(np.arange(K) <= L - len(state.tokens), length_logits, -np.inf)
+    return logits - np.logaddexp.reduce(logits)
+
+
 def missing(text: Text, dropped: tuple[int, ...]) -> list[tuple[int, int]]:
     """(canvas column of the gap, token) of each dropped token; the gap at the start is after column 1, BOS."""
     return [(1 + sum(j not in dropped for j in range(k)), text.tokens[k]) for k in dropped]

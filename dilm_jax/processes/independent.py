@@ -14,7 +14,7 @@ import numpy as np
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
 from dilm_jax.backbone import NetSpec
-from dilm_jax.canvas import InsertionTargets, Vocabulary
+from dilm_jax.canvas import Vocabulary
 from dilm_jax.event import Thinning
 from dilm_jax.losses import LossConfig
 from dilm_jax.sampling import Grid, Insertions, draw_every_gap, draw_insertion
@@ -69,9 +69,7 @@ class Independent:
         k_count, k_which = canvas_lib.split_keys(key, 2)
         n = x0.free.sum(-1)
         count = jax.vmap(jax.random.binomial)(k_count, n.astype(jnp.float32), probability)
-        dropped = canvas_lib.choose(k_which, x0.free, count.astype(n.dtype))
-        canvas, gap = canvas_lib.drop_tokens(x0, dropped, self.vocabulary)
-        return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
+        return canvas_lib.drop_at_random(k_which, x0, count.astype(n.dtype), t, self.vocabulary)
 
     def loss(self, scores, canvas, targets):
         """The token and length terms of docs/MATH.md 4.
@@ -85,7 +83,7 @@ class Independent:
         log_mean_left = losses.log_mean(log_p_left, self._log_left)  # log Δl_i
         log_total_left = jax.nn.logsumexp(jnp.where(canvas.open_gap, log_mean_left, -jnp.inf), axis=-1)
         log_w_token, log_w_length = losses.log_weights(
-            config, jnp.log(self._coefficient(t)), jnp.maximum(log_total_left, 0.0), n_left
+            config, jnp.log(self.coefficient(t)), jnp.maximum(log_total_left, 0.0), n_left
         )
 
         left = self._count_left(canvas, targets)
@@ -145,30 +143,29 @@ class Independent:
 
     def expected_left(self, scores, canvas):
         """Σ_i Δl_i over open gaps [B]."""
-        return jnp.where(canvas.open_gap, jnp.exp(self._log_mean_left(scores, canvas)), 0.0).sum(-1)
+        return self._mean_left(scores, canvas).sum(-1)
 
     def earlier(self, t, log_factor):
         """s with 1 − ρ_s = (1 − ρ_t)·exp(log_factor)."""
         kept = -jnp.expm1(log_factor) + jnp.exp(log_factor - self.schedule.total(t))  # ρ_s
         return jnp.minimum(self.schedule.inverse_total(-jnp.log(kept)), t)
 
-    def total_rate(self, scores, canvas, t):
-        """Σ_i γ_t·Δl_i [B]."""
-        return self.insertion_rate(scores, canvas, t).sum(-1)
+    def coefficient(self, t):
+        """γ_t = σ_t·ρ_t/(1 − ρ_t)."""
+        return self.schedule.rate(t) / jnp.expm1(self.schedule.total(t))
 
     def insertion_rate(self, scores, canvas, t):
         """λ̂_t(x, i) = γ_t·Δl_i [B, S] of the reverse chain; 0 at closed gaps."""
-        mean_left = jnp.exp(self._log_mean_left(scores, canvas))
-        return jnp.where(canvas.open_gap, self._coefficient(t)[:, None] * mean_left, 0.0)
+        return self.coefficient(t)[:, None] * self._mean_left(scores, canvas)
 
     def log_rates(self, scores, canvas, t):
         """log of the rate of (gap, token), less its score [B, S]."""
-        return jnp.log(self._coefficient(t))[:, None] + self._log_mean_left(scores, canvas) - scores.lse()
+        return jnp.log(self.coefficient(t))[:, None] + self._log_mean_left(scores, canvas) - scores.lse()
 
     def log_missing_rate(self, canvas, n, t):
         """log γ_t."""
         del canvas, n
-        return jnp.log(self._coefficient(t))
+        return jnp.log(self.coefficient(t))
 
     def start_nonempty(self, n):
         """1 − (1 − ρ_1)^n."""
@@ -198,6 +195,10 @@ class Independent:
         free_cells = losses.free_cells(canvas, self.max_length + 1)
         return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(free_cells[:, None], canvas.tokens.shape))
 
+    def _mean_left(self, scores, canvas):
+        """Δl_i [B, S], 0 at closed gaps."""
+        return jnp.where(canvas.open_gap, jnp.exp(self._log_mean_left(scores, canvas)), 0.0)
+
     def _log_mean_left(self, scores, canvas):
         """log Δl_i [B, S]."""
         return losses.log_mean(self._log_p_left(scores, canvas), self._log_left)
@@ -209,7 +210,3 @@ class Independent:
     def _drop_prob(self, t):
         """1 − ρ_t."""
         return -jnp.expm1(-self.schedule.total(t))
-
-    def _coefficient(self, t):
-        """γ_t = σ_t·ρ_t/(1 − ρ_t)."""
-        return self.schedule.rate(t) / jnp.expm1(self.schedule.total(t))

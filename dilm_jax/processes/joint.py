@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
 from dilm_jax.backbone import NetSpec
-from dilm_jax.canvas import InsertionTargets, Vocabulary
+from dilm_jax.canvas import Vocabulary
 from dilm_jax.event import OrderStatistics
 from dilm_jax.losses import LossConfig
 from dilm_jax.sampling import Grid, Insertions, draw_one_gap
@@ -60,7 +60,7 @@ class Joint:
         """Deletes min(Poisson(σ̄_t), n) free tokens, which ones uniform."""
         k_count, k_which = canvas_lib.split_keys(key, 2)
         count = jax.vmap(jax.random.poisson)(k_count, self.schedule.total(t))
-        return self._drop(k_which, count, x0, t)
+        return canvas_lib.drop_at_random(k_which, x0, count, t, self.vocabulary)
 
     def corrupt_to_empty(self, key, x0, t):
         """Given that the chain has rung K ≥ n times by t = 1, it has rung Binomial(K, σ̄_t/σ̄_1) times by t
@@ -70,25 +70,20 @@ class Joint:
         rings = n + self._rings_beyond(k_all, n, total_1)
         share = jnp.clip(self.schedule.total(t) / total_1, 0.0, 1.0)
         count = jax.vmap(jax.random.binomial)(k_count, rings.astype(jnp.float32), share).astype(n.dtype)
-        return self._drop(k_which, count, x0, t)
-
-    def _drop(self, key, count, x0, t):
-        dropped = canvas_lib.choose(key, x0.free, jnp.minimum(count, x0.free.sum(-1)))
-        canvas, gap = canvas_lib.drop_tokens(x0, dropped, self.vocabulary)
-        return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
+        return canvas_lib.drop_at_random(k_which, x0, count, t, self.vocabulary)
 
     def loss(self, scores, canvas, targets):
         """The token and length terms of docs/MATH.md 4; the token term keeps its 1/S̃ under every weighting."""
         config, t, n_left = self.loss_config, targets.t, targets.num_dropped
         n, empty = targets.x0.free.sum(-1), canvas.num_free == 0
         log_s = self._log_S(t)
-        log_s_n = jnp.where(empty, jnp.take_along_axis(log_s, n[:, None], axis=-1)[:, 0], 0.0)  # log S̃
+        log_s_n = self._log_s_tilde(log_s, canvas, n)
 
         log_p_left = self._log_p_left(scores, canvas)
         log_expected = self._log_expected(log_p_left, canvas, log_s)
         log_w_token, log_w_length = losses.log_weights(
             config,
-            jnp.log(self._coefficient(t)),
+            jnp.log(self.coefficient(t)),
             jnp.where(empty, log_expected, jnp.maximum(log_expected, 0.0)),
             n_left,
         )
@@ -150,8 +145,7 @@ class Joint:
 
     def log_missing_rate(self, canvas, n, t):
         """log of σ_t/σ̄_t, over S(n, σ̄_t) on the empty canvas (docs/MATH.md 3)."""
-        log_s_n = jnp.take_along_axis(self._log_S(t), n[:, None], axis=-1)[:, 0]
-        return jnp.log(self._coefficient(t)) - jnp.where(canvas.num_free == 0, log_s_n, 0.0)
+        return jnp.log(self.coefficient(t)) - self._log_s_tilde(self._log_S(t), canvas, n)
 
     def start_nonempty(self, n):
         """P(Poisson(σ̄_1) < n)."""
@@ -167,9 +161,9 @@ class Joint:
 
     def _log_insertion_rate(self, scores, canvas, t):
         log_expected = self._log_expected(self._log_p_left(scores, canvas), canvas, self._log_S(t))
-        return log_expected + jnp.log(self._coefficient(t))
+        return log_expected + jnp.log(self.coefficient(t))
 
-    def _coefficient(self, t):
+    def coefficient(self, t):
         """σ_t/σ̄_t."""
         return self.schedule.rate(t) / self.schedule.total(t)
 
@@ -224,6 +218,10 @@ class Joint:
         log_left = jnp.log(jnp.arange(self.max_length + 1.0))
         empty = (canvas.num_free == 0)[:, None]
         return losses.log_mean(log_p_left, jnp.where(empty, log_left - log_s, log_left))
+
+    def _log_s_tilde(self, log_s, canvas, n):
+        """log S̃ [B]: log S(n, σ̄_t) on the empty canvas, else 0."""
+        return jnp.where(canvas.num_free == 0, jnp.take_along_axis(log_s, n[:, None], axis=-1)[:, 0], 0.0)
 
     def _log_S(self, t):
         """log S(l, σ̄_t) [B, K], l = 0..max_length."""

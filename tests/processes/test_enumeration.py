@@ -70,7 +70,7 @@ def _page_joint(options, rate, total, state, gone, n, live, held):
 
     def expected(network):
         """Δl, or at m = 0 E[l/S(l)]."""
-        p = np.exp(_log_p_left(network[1], state))
+        p = np.exp(worlds.log_p_left(network[1], state))
         value = [l / (series_S(l, total) if m == 0 else 1.0) for l in range(K)]
         return p @ value
 
@@ -85,7 +85,7 @@ def _page_joint(options, rate, total, state, gone, n, live, held):
     token = -w / S_tilde * sum(log_kernel(*c) for c in gone)
     if options["length"] == "cross_entropy":
         w_length = w if options["weighting"] == "elbo" else 1.0
-        return token - w_length * _log_p_left(live[1], state)[n_left]
+        return token - w_length * worlds.log_p_left(live[1], state)[n_left]
     w_length = w if options["weighting"] == "elbo" else self_normalized
     return token + w_length * _poisson(expected(live), count)
 
@@ -96,7 +96,7 @@ def _page_independent(options, rate, total, state, gone, n, live, held):
     left = {i: sum(gap == i for gap, _ in gone) for i in gaps}
 
     def mean(network, i):
-        return np.exp(_log_p_left(network[1][i], state)) @ np.arange(K)
+        return np.exp(worlds.log_p_left(network[1][i], state)) @ np.arange(K)
 
     def log_token(i, w):
         return logits[i, w] - _logsumexp([logits[i, v] for v in LETTERS])
@@ -120,15 +120,9 @@ def _page_independent(options, rate, total, state, gone, n, live, held):
     token = -w * sum(log_kernel(*c) for c in gone)
     if cross_entropy:
         w_length = w if options["weighting"] == "elbo" else 1 / max(len(gaps), 1)  # the mean over gaps
-        return token - w_length * sum(_log_p_left(live[1][i], state)[left[i]] for i in gaps)
+        return token - w_length * sum(worlds.log_p_left(live[1][i], state)[left[i]] for i in gaps)
     w_length = w if options["weighting"] == "elbo" else self_normalized
     return token + w_length * sum(_poisson(mean(live, i), left[i]) for i in gaps)
-
-
-def _log_p_left(length_logits, state):
-    """Only as many can be missing as still fit."""
-    logits = np.where(np.arange(K) <= worlds.L - len(state.tokens), length_logits, -np.inf)
-    return logits - _logsumexp(logits)
 
 
 def _logsumexp(values):
@@ -343,7 +337,7 @@ def _posterior_distances(family, *config):
         else:
             pairs = [(lengths[1 + i], true[t][x, 1 + i]) for i, is_open in enumerate(state.open_gap) if is_open]
         for logits, posterior in pairs:
-            yield np.abs(np.exp(_log_p_left(logits, state)) - posterior).sum() / 2
+            yield np.abs(np.exp(worlds.log_p_left(logits, state)) - posterior).sum() / 2
 
 
 @pytest.mark.parametrize("family, kernel, length, weighting", [c for c in CONFIGS if "normalized" not in c])
