@@ -113,6 +113,20 @@ def _deleted_given_empty(family, total, total_1, n=3):
     return joint / joint.sum()
 
 
+@pytest.mark.parametrize("family", BOUNDED)
+def test_times_integrate_over_all_of_time(family):
+    """What lies below eps included, by itself and with an integrand that grows there."""
+    process, num = worlds.process(family), 20_000
+    t, weight = (np.asarray(x, np.float64) for x in likelihood.bound_times(process, (jnp.arange(num) + 0.5) / num))
+    assert t.min() > 0 and t.max() <= 1
+    for values, integral in ((np.ones(num), 1.0), (t, 1 / 2), (1 / np.sqrt(t), 2.0)):
+        assert (weight * values).mean() == pytest.approx(integral, rel=2e-3)
+    below = t < worlds.EPS
+    assert (weight * ~below).mean() == pytest.approx(1 - worlds.EPS, abs=2e-4)
+    assert (weight * below).mean() == pytest.approx(worlds.EPS, rel=1e-3)
+    assert (weight * below / np.sqrt(t)).mean() == pytest.approx(2 * math.sqrt(worlds.EPS), rel=1e-3)
+
+
 # --- The bound -------------------------------------------------------------------------------------------------------
 
 ROOM = {"num_letters": 2, "max_length": 3, "num_states": 15}
@@ -139,7 +153,6 @@ def estimates(family):
 
 @pytest.mark.parametrize("family", BOUNDED)
 def test_bound_of_the_true_rates_is_the_entropy(family):
-    """And leaving out what lies below eps would be below it."""
     draws = estimates(family)  # by the midpoint rule in u
     law = np.array(list(DATA.law.values()))
     mean = law @ draws.mean((0, 2))
