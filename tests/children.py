@@ -194,6 +194,7 @@ def _command(module: str, argv: tuple[str, ...], cwd: str, before: Callable | No
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")  # one half written
     if before:
         before()
     sys.argv = [module, *argv]

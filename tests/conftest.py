@@ -1,7 +1,5 @@
 """Every test runs on the CPU unless told otherwise, with the shapes and types of dilm_jax's annotations checked."""
 
-import concurrent.futures
-import functools
 import importlib.metadata
 import os
 
@@ -11,9 +9,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10."),
+    + " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+    * importlib.metadata.version("jaxlib").startswith("0.10."),
 )
 
+import filelock
 import pytest
 from absl import flags
 from jaxtyping import install_import_hook
@@ -23,52 +23,27 @@ flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A directory that all workers of this session see."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def cache(shared):
     """Where processes share compiled programs."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _start_early(request):
-    """Runs that some tests ask for go on while others run."""
-    for name in ("smoke_training", "killed_training"):
-        if any(name in item.fixturenames for item in request.session.items):
-            request.getfixturevalue(name)
+    return shared / "cache"
 
 
 @pytest.fixture(scope="session")
-def smoke_training(tmp_path_factory, cache):
-    """Workdirs and processes by family of two runs of `children.train_smoke`."""
+def smoke_runs(shared, cache):
+    """Workdirs by family of two complete runs of `children.train_smoke`, trained by the first worker that asks."""
     import children
 
-    workdirs = {family: tmp_path_factory.mktemp("runs") / family for family in ("joint", "independent")}
-    return {family: (workdir, children.train_smoke(family, workdir, cache)) for family, workdir in workdirs.items()}
-
-
-@pytest.fixture(scope="session")
-def smoke_runs(smoke_training):
-    """Workdirs by family of two complete runs."""
-    for _, child in smoke_training.values():
-        result = child.result()
-        assert result.code == 0, result.err
-    return {family: workdir for family, (workdir, _) in smoke_training.items()}
-
-
-@pytest.fixture(scope="session")
-def killed_training(smoke_training, tmp_path_factory, cache):
-    """A run of joint that is killed twice, then completes: its workdir, and the future list of the results."""
-    import children
-
-    workdir = tmp_path_factory.mktemp("killed") / "joint"
-    kills = (
-        functools.partial(children.kill_after_line, 13),
-        functools.partial(children.kill_after_checkpoint, 20),
-        None,
-    )
-
-    def run():
-        smoke_training["joint"][1].result()  # whose compiled programs it takes
-        return [children.train_smoke("joint", workdir, cache, kill).result() for kill in kills]
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        yield workdir, thread.submit(run)
+    workdirs = {family: shared / "runs" / family for family in ("joint", "independent")}
+    with filelock.FileLock(shared / "runs.lock"):
+        if not all((workdir / "eval.json").exists() for workdir in workdirs.values()):
+            for child in [children.train_smoke(family, workdir, cache) for family, workdir in workdirs.items()]:
+                result = child.result()
+                assert result.code == 0, result.err
+    return workdirs

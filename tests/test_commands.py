@@ -102,7 +102,8 @@ def test_wrong_input_is_one_line(places, tmp_path, cache, module, argv, says):
         argv.append(f"--workdir={tmp_path / 'run'}")
     result = children.command(module, *argv, cache=cache).result()
     assert result.code == 2, result.err
-    (line,) = result.err.splitlines()
+    assert len(result.err.splitlines()) == 1, result.err
+    line = result.err.strip()
     assert line.startswith("error: ") and len(line) < 700
     for name, place in places.items():
         says = says.replace(f"{{{name}}}", re.escape(place))

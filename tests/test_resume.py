@@ -37,15 +37,20 @@ def assert_completes_as(reference, family, workdir, cache):
     assert_same(workdir, reference)
 
 
-def test_killed_past_a_checkpoint_and_right_after_one(killed_training, smoke_runs):
+def test_killed_past_a_checkpoint_and_right_after_one(smoke_runs, tmp_path, cache):
     """Past step 10, whose later lines are cut, and right after step 20 was complete, where no line may be missing."""
-    workdir, results = killed_training
-    past, after, complete = results.result()
+    kills = (
+        functools.partial(children.kill_after_line, 13),
+        functools.partial(children.kill_after_checkpoint, 20),
+        None,
+    )
+    results = [children.train_smoke("joint", tmp_path, cache, kill).result() for kill in kills]
+    past, after, complete = results
     assert past.code == after.code == -signal.SIGKILL, past.err + after.err
     assert complete.code == 0, complete.err
-    starts = [re.search(r"steps (\d+) to 30", result.err)[1] for result in (past, after, complete)]
+    starts = [re.search(r"steps (\d+) to 30", result.err)[1] for result in results]
     assert starts == ["0", "10", "20"]
-    assert_same(workdir, smoke_runs["joint"])
+    assert_same(tmp_path, smoke_runs["joint"])
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""The train step and the loop: invariances, noise, optimizer, and an effect for every key of the config."""
+"""The train step and the loop: goldens, invariances, noise, optimizer, and an effect for every key of the config."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import math
+import os
+import pathlib
 import re
 
 import jax
@@ -18,6 +20,25 @@ from dilm_jax import checkpoint, evals, optim, sharding, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import InsertionTargets
 from dilm_jax.processes.registry import PROCESSES
+
+# --- The numbers of every run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.BASE)
+def test_numbers_are_those_of_the_golden(family):
+    """Three training steps. A change means that the numbers of every run have changed: the data, the noise, the loss,
+    the network or the optimizer. If that was the intention, write them anew and add a line to CHANGELOG.md."""
+    keys = ("train/loss", "train/loss_token", "train/loss_length", "train/grad_norm")
+    file = pathlib.Path(__file__).parent / "goldens" / f"{family}.json"
+    steps = [{key: row[key] for key in keys} for row in tiny.run(*tiny.BASE[family]).metrics[:3]]
+    if os.environ.get("REGENERATE_GOLDENS"):
+        file.write_text(json.dumps(steps, indent=2) + "\n")
+    for step, (got, want) in enumerate(zip(steps, json.loads(file.read_text()), strict=True)):
+        assert got == pytest.approx(want, rel=1e-5), (
+            f"step {step} of {family}: the numbers of training have changed. If they should, run\n"
+            "    REGENERATE_GOLDENS=1 python -m pytest tests/test_train.py -k golden\nand add a line to CHANGELOG.md"
+        )
+
 
 # --- One gradient, however it is computed ----------------------------------------------------------------------------
 
