@@ -4,8 +4,8 @@
     python -m benchmarks.star --config=configs/star_easy_joint.py:small --seeds=0 --cpu_minutes=20
 
 Resumable: a run that is complete is read, not trained again. `--cpu_minutes` stops each run after so much time on CPUs,
-summed over cores, and reports its curve up to there. Columns: test exact match of a complete run, the first evaluation
-on the validation split at or above 0.95, steps done, minutes of training.
+summed over cores and over calls of this script, and reports its curve up to there. Columns: test exact match of a
+complete run, the first evaluation on the validation split at or above 0.95, steps done, minutes of training.
 """
 
 import json
@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 
-from dilm_jax import metrics
+from dilm_jax import cli, metrics
 
 _CONFIG = flags.DEFINE_list("config", None, "Config files, each with an optional :variant.", required=True)
 _SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the run and of the graphs.")
@@ -40,26 +40,43 @@ def run(config: str, seed: str, weighting: str | None) -> dict:
         command += [f"--config.loss.weighting={name}"]
         command += [f"--config.loss.time_sampling={'importance' if importance else 'uniform'}"]
     if not (workdir / "eval.json").is_file():
-        code = subprocess.run(command, preexec_fn=limit_cpu_time).returncode
-        if code == -signal.SIGXCPU:
-            print(f"{workdir}: stopped after {_CPU_MINUTES.value} minutes on CPUs", file=sys.stderr)
-        elif code:
-            sys.exit(code)
+        train(command, workdir)
     return {"config": stem, "weighting": weighting or "default", "seed": int(seed)} | read(workdir)
 
 
-def limit_cpu_time() -> None:
-    if _CPU_MINUTES.value:
-        seconds = 60 * _CPU_MINUTES.value
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 60))
+def train(command: list[str], workdir: pathlib.Path) -> None:
+    """Runs the command within what earlier calls, by the file cpu_seconds, have left of --cpu_minutes."""
+    path = workdir / "cpu_seconds"
+    spent = float(path.read_text()) if path.is_file() else 0.0
+    left = int(60 * _CPU_MINUTES.value - spent) if _CPU_MINUTES.value else None
+
+    def limit() -> None:
+        if left:
+            resource.setrlimit(resource.RLIMIT_CPU, (left, left + 60))
+
+    code, before = -signal.SIGXCPU, children_seconds()
+    if left is None or left > 0:
+        try:
+            code = subprocess.run(command, preexec_fn=limit).returncode
+        finally:
+            workdir.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{spent + children_seconds() - before:.1f}\n")
+    if code == -signal.SIGXCPU:
+        print(f"{workdir}: stopped after {_CPU_MINUTES.value} minutes on CPUs", file=sys.stderr)
+    elif code:
+        sys.exit(code)
+
+
+def children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def read(workdir: pathlib.Path) -> dict:
     rows = metrics.read(workdir / metrics.FILE)
     curve = [(row["step"], row["eval/exact_match"]) for row in rows if "eval/exact_match" in row]
-    card = workdir / "eval.json"
     return {
-        "test_exact_match": json.loads(card.read_text())["eval/exact_match"] if card.is_file() else None,
+        "test_exact_match": exact_match(workdir),
         "step_at_0.95": next((step for step, value in curve if value >= 0.95), None),
         "steps": rows[-1]["step"],
         "minutes": round((rows[-1]["time"] - rows[0]["time"]) / 60, 1),
@@ -67,8 +84,24 @@ def read(workdir: pathlib.Path) -> dict:
     }
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def exact_match(workdir: pathlib.Path) -> float | None:
+    """From eval.json; None without one. Raises ValueError unless it is as training ends with it: on the config's
+    eval.num_test examples of the test split (all of them unless overridden), with its sampler, at its last step."""
+    path = workdir / "eval.json"
+    if not path.is_file():
+        return None
+    card, config = json.loads(path.read_text()), json.loads((workdir / "config.json").read_text())
+    found = card["split"], card["n"], card["sampler"].split(",")[0], card["checkpoint"]
+    wanted = "test", config["eval"]["num_test"], config["sampling"]["sampler"], config["num_steps"]
+    if found != wanted:
+        raise ValueError(
+            f"{path} has split, n, sampler, checkpoint {found}, not {wanted}: it is of another evaluation; delete it "
+            "and run this again"
+        )
+    return card["eval/exact_match"]
+
+
+def main() -> None:
     rows = [
         run(config, seed, weighting)
         for config in _CONFIG.value
@@ -87,4 +120,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

@@ -69,9 +69,10 @@ class NetSpec:
 class Scores:
     """What the heads say about a canvas, float32. Logits are −inf at ids that are not predictable.
 
-    This is the only place that stores [B, S, V]: losses ask for `lse`, `at` and `outer` alone, so a chunked or fused
-    head would be another class with the same methods. Gradients through all of them are finite, but `at` and `outer`
-    are −inf for an id that is not predictable and NaN outside [0, S) x [0, V): mask such queries with a `where`.
+    Losses ask for `lse`, `at` and `outer` alone, except with targets="dense", which also asks for `dense`: a chunked or
+    fused head would be another class with the same methods. Gradients through all of them are finite, but `at` and
+    `outer` are −inf for an id that is not predictable and NaN outside [0, S) x [0, V): mask such queries with a
+    `where`.
     """
 
     logits: Float[Array, "B S V"]
@@ -92,7 +93,7 @@ class Scores:
         return jax.vmap(lambda logits, w: logits.at[:, w].get(mode="fill", fill_value=jnp.nan))(self.logits, token)
 
     def dense(self) -> Float[Array, "B S V"]:
-        """All of them, for samplers and tests."""
+        """All of them, for samplers, dense targets and tests."""
         return self.logits
 
 

@@ -1,11 +1,15 @@
 """How the commands start: absl flags, and one clear line instead of a traceback for wrong input."""
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
 
+import jax
 from absl import app, flags
+
+from dilm_jax import config
 
 
 def run(main: Callable[[], None]) -> None:
@@ -18,15 +22,29 @@ def run(main: Callable[[], None]) -> None:
             fail(f"unexpected argument {argv[1]!r}: flags start with --")
         try:
             main()
-        except (ValueError, OSError) as error:
+        except BrokenPipeError:  # whoever read the output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (ValueError, OSError, OverflowError) as error:
             fail(str(error))
+        except MemoryError:
+            fail("out of memory")
+        except RecursionError:
+            fail("the input is nested too deeply")
+        except KeyboardInterrupt:
+            fail("interrupted; the same command goes on from the last checkpoint, if it trains", status=130)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            fail("out of device memory; raise config.train.micro_batches, set config.model.remat, or lower batch sizes")
 
     app.run(guarded, flags_parser=_parse)
 
 
-def fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+def fail(message: str, status: int = 2) -> None:
+    """Ends the process with one line, which a long value must not hide."""
+    line = " ".join(message.split())
+    print(f"error: {line if len(line) <= 600 else line[:500] + ' … ' + line[-80:]}", file=sys.stderr)
+    sys.exit(status)
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -34,15 +52,16 @@ def _parse(argv: list[str]) -> list[str]:
         return flags.FLAGS(argv)
     except flags.Error as error:  # a config file's own error comes as a traceback, its message last
         fail(str(error).strip().rsplit("ValueError: ")[-1])
-    except (KeyError, AttributeError) as error:  # ml_collections: a key that the config does not have
-        unknown, *near = re.findall(r"""['"](\w+)\\?['"]""", str(error))
-        fail(f"unknown config key {unknown!r}; did you mean {near[0] if near else _nearest_key(unknown)!r}?")
+    except (Exception, SystemExit) as error:  # of ml_collections for an unknown key, or whatever a config file raises
+        unknown, *near = [*re.findall(r"""['"](\w+)\\?['"]""", str(error)), "", ""]
+        keys = {key for flag in argv for key in re.findall(r"\w+", flag.split("=")[0]) if flag.startswith("--config.")}
+        if isinstance(error, KeyError | AttributeError) and unknown in keys:
+            fail(f"unknown config key {unknown!r}; did you mean {near[0] or _nearest_key(unknown)!r}?")
+        fail(f"--config or its overrides: {type(error).__name__}: {error}")
     return []
 
 
 def _nearest_key(name: str) -> str:
-    from dilm_jax import config  # imported here so that flags are read before JAX is
-
     return config.nearest_key(config.default_config(), name)
 
 

@@ -1,7 +1,8 @@
 """Every configuration key, the checks on them, and the parts they describe.
 
 `default_config()` lists the keys with their units; a file in configs/ overrides some. `validate` fails before any
-device work. `build` turns the config into parts; below it nobody reads a ConfigDict.
+device work. `build` turns the config into parts; beside this file only train.py and run.py, which make the optimizer
+and the loop, read a ConfigDict.
 """
 
 import dataclasses
@@ -19,11 +20,12 @@ from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Process
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.sampling import Filter, Filters, SamplingOptions
-from dilm_jax.schedules import SCHEDULES
+from dilm_jax.schedules import SCHEDULES, Schedule, concrete_total
 
 # Keys whose change makes a checkpoint another run's: refused on resume.
 FIXED_ON_RESUME = ("model", "process", "data", "seed", "batch_size")
 
+MAX_TOTAL = 1e4  # of the noise: what special.log_S is exact for
 CHOICES = {
     "data.source": ("star",),
     "data.difficulty": tuple(TASKS),
@@ -145,35 +147,15 @@ def default_config() -> ml_collections.ConfigDict:
 
 
 def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
-    """Raises ValueError, naming the value and the fix, for a config that cannot run on `num_devices` devices."""
-    for key in CHOICES:
-        _check_choice(config, key)
-    for key in _POSITIVE:
-        if not _get(config, key) > 0:
-            raise ValueError(f"config.{key} must be positive, got {_get(config, key)}")
-    for key in _NOT_NEGATIVE:
-        if not _get(config, key) >= 0:
-            raise ValueError(f"config.{key} must not be negative, got {_get(config, key)}")
-    if not config.seed < 2**32:
-        raise ValueError(f"config.seed must be below 2^32, got {config.seed}")
-    if not 0 < config.process.eps < 1:
-        raise ValueError(f"config.process.eps must be in (0, 1), got {config.process.eps}")
-    for key in ("optim.ema_decay", "optim.beta1", "optim.beta2"):
-        if not 0 <= _get(config, key) < 1:
-            raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")
-    validate_sampling(config)
+    """Raises ValueError, naming the value and the fix, for a config that cannot run on `num_devices` devices. (What
+    concerns one part alone, such as a width, the part's constructor checks when it is built.)"""
+    validate_values(config)
     defaults = default_config()
-    for key, needed in NEEDS.items():
+    for key in NEEDS:
         default = _get(defaults, key)
         if _get(config, key) != default and not has_effect(config, key):
-            wanted = " or ".join(f"config.{other} = {' or '.join(values)}" for other, values in needed.items())
             raise ValueError(
-                f"config.{key} = {_get(config, key)} has an effect only with {wanted}; leave it at {default}"
-            )
-    for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
-        if _get(config, key) > SPLIT_SIZES[split]:
-            raise ValueError(
-                f"config.{key} is {_get(config, key)}, but the {split} split has {SPLIT_SIZES[split]} examples"
+                f"config.{key} = {_get(config, key)} has no effect {what_is_needed(key)}; leave it at {default}"
             )
     axes = mesh_shape(config, num_devices)
     shards, parts = axes["data"] * axes["fsdp"], config.train.micro_batches
@@ -182,10 +164,47 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
             f"config.batch_size {config.batch_size} must be divisible by {shards} devices (data × fsdp) × {parts} "
             "micro-batches"
         )
-    if config.eval.batch_size % shards:
+
+
+def validate_values(config: ml_collections.ConfigDict) -> None:
+    """The part of `validate` that holds on any devices, and after a command has overridden config.sampling."""
+    for key in CHOICES:
+        _check_choice(config, key)
+    for key, value in flatten(config).items():
+        if isinstance(value, float) and not math.isfinite(value) and key != "loss.max_weight":
+            raise ValueError(f"config.{key} must be a finite number, got {value}")
+        if isinstance(value, int) and abs(value) >= 2**31 and not key.endswith("seed"):
+            raise ValueError(f"config.{key} must be below 2^31, got {value}")
+    for key in _POSITIVE:
+        if not _get(config, key) > 0:
+            raise ValueError(f"config.{key} must be positive, got {_get(config, key)}")
+    for key in _NOT_NEGATIVE:
+        if not _get(config, key) >= 0:
+            raise ValueError(f"config.{key} must not be negative, got {_get(config, key)}")
+    for key in ("seed", "data.seed"):
+        if not _get(config, key) < 2**32:
+            raise ValueError(f"config.{key} must be below 2^32, got {_get(config, key)}")
+    if not 0 < config.process.eps < 1:
+        raise ValueError(f"config.process.eps must be in (0, 1), got {config.process.eps}")
+    for key in ("optim.ema_decay", "optim.beta1", "optim.beta2"):
+        if not 0 <= _get(config, key) < 1:
+            raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")
+    total = concrete_total(_schedule(config), 1.0)
+    if total > MAX_TOTAL:
         raise ValueError(
-            f"config.eval.batch_size {config.eval.batch_size} must be divisible by {shards} devices (data × fsdp)"
+            f"config.process.schedule deletes {total:g} times over by t = 1, more than {MAX_TOTAL:g}; lower sigma_max"
         )
+    sampler = config.sampling.sampler
+    if sampler in PROCESSES[config.process.family].READS_POSTERIOR and config.loss.length == "poisson_mean":
+        raise ValueError(
+            f"config.sampling.sampler={sampler!r} reads the length posterior, of which loss.length='poisson_mean' fits "
+            "the mean only; use sampling.sampler='euler' or loss.length='cross_entropy'"
+        )
+    for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
+        if _get(config, key) > SPLIT_SIZES[split]:
+            raise ValueError(
+                f"config.{key} is {_get(config, key)}, but the {split} split has {SPLIT_SIZES[split]} examples"
+            )
 
 
 def has_effect(config: ml_collections.ConfigDict, key: str) -> bool:
@@ -194,15 +213,9 @@ def has_effect(config: ml_collections.ConfigDict, key: str) -> bool:
     return not needed or any(_get(config, other) in values for other, values in needed.items())
 
 
-def validate_sampling(config: ml_collections.ConfigDict) -> None:
-    """The part of `validate` that a command which overrides config.sampling repeats."""
-    _check_choice(config, "sampling.sampler")
-    sampler = config.sampling.sampler
-    if sampler in PROCESSES[config.process.family].READS_POSTERIOR and config.loss.length == "poisson_mean":
-        raise ValueError(
-            f"config.sampling.sampler={sampler!r} reads the length posterior, of which loss.length='poisson_mean' fits "
-            "the mean only; use sampling.sampler='euler' or loss.length='cross_entropy'"
-        )
+def what_is_needed(key: str) -> str:
+    """What would let a key have an effect, to end a sentence."""
+    return "without " + " or ".join(f"{other} = {' or '.join(values)}" for other, values in NEEDS[key].items())
 
 
 def _check_choice(config: ml_collections.ConfigDict, key: str) -> None:
@@ -266,6 +279,7 @@ class Parts:
     sampling: SamplingOptions
     filters: Filters
     model: dict[str, Any]  # constructor arguments of the Transformer
+    matmul_precision: str
 
     def init_network(self, seed: int) -> Transformer:
         return Transformer(
@@ -276,11 +290,10 @@ class Parts:
 def build(config: ml_collections.ConfigDict) -> Parts:
     """The parts of a validated config."""
     task = TASKS[config.data.difficulty]
-    schedule = dict(config.process.schedule)
     process = PROCESSES[config.process.family](
         vocabulary=task.vocabulary,
         max_length=task.max_length,
-        schedule=SCHEDULES[schedule.pop("name")](**schedule),
+        schedule=_schedule(config),
         eps=config.process.eps,
         loss_config=LossConfig(**{k: v for k, v in config.loss.items() if k != "time_sampling"}),
         time_sampling=config.loss.time_sampling,
@@ -295,28 +308,48 @@ def build(config: ml_collections.ConfigDict) -> Parts:
         sampling=SamplingOptions(
             num_steps=config.sampling.num_steps, rate_scale=config.sampling.rate_scale, calls=config.sampling.calls
         ),
-        filters=Filters(
-            token=Filter(
-                temperature=config.sampling.temperature, top_k=config.sampling.top_k, top_p=config.sampling.top_p
-            ),
-            gap=Filter(
-                temperature=config.sampling.gap_temperature,
-                top_k=config.sampling.gap_top_k,
-                top_p=config.sampling.gap_top_p,
-            ),
-        ),
+        filters=_filters(config),
         model=dict(config.model),
+        matmul_precision=config.train.matmul_precision,
     )
 
 
+def _schedule(config: ml_collections.ConfigDict) -> Schedule:
+    values = dict(config.process.schedule)
+    return SCHEDULES[values.pop("name")](**values)
+
+
+def _filters(config: ml_collections.ConfigDict) -> Filters:
+    """Raises ValueError, naming the filter, for a value out of range."""
+    made = {}
+    for name, prefix in (("token", ""), ("gap", "gap_")):
+        options = {key: config.sampling[prefix + key] for key in ("temperature", "top_k", "top_p")}
+        try:
+            made[name] = Filter(**options)
+        except ValueError as error:
+            raise ValueError(f"config.sampling, filter of the {name}: {error}") from None
+    return Filters(**made)
+
+
 def from_json(tree: dict[str, Any]) -> ml_collections.ConfigDict:
-    """The config that `to_json` wrote, with its types. Raises ValueError for a key that does not exist."""
+    """The config that `to_json` wrote, with its types. Raises ValueError as `update`."""
+    if not isinstance(tree, dict):
+        raise ValueError(f"expected an object, got {type(tree).__name__}")
     config = default_config()
-    for key, value in flatten(tree).items():
-        if key not in flatten(config):
-            raise ValueError(f"unknown config key {key}; did you mean {nearest_key(config, key)}?")
-        config.update_from_flattened_dict({key: value})
+    update(config, flatten(tree))
     return config
+
+
+def update(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -> None:
+    """Sets values by dotted key. Raises ValueError for a key that does not exist, or a value of another type."""
+    for key, value in values.items():
+        if key not in flatten(config):
+            raise ValueError(f"unknown config key {key!r}; did you mean {nearest_key(config, key)!r}?")
+        try:
+            config.update_from_flattened_dict({key: value})
+        except TypeError:
+            kind = type(_get(config, key)).__name__
+            raise ValueError(f"config.{key} is of type {kind}, got {value!r}") from None
 
 
 def nearest_key(config: ml_collections.ConfigDict, key: str) -> str:

@@ -22,18 +22,18 @@ class Coverage:
     """What a process's schedule makes of texts of some lengths (free tokens).
 
     Attributes:
-      lengths: the lengths that occur, ascending, and
+      lengths: the B lengths that occur, ascending, and
       share: how often.
       start_nonempty: P(N_1 > 0 | n) of each length.
-      times: a grid over [0, 1], and
-      kept: P(N_t = m | n) on it, [times, lengths, m = 0..max_length].
+      times: a grid of T times over [0, 1], and
+      kept: P(N_t = m | n) on it, m = 0..max_length.
     """
 
     lengths: np.ndarray
-    share: Float[np.ndarray, " N"]
-    start_nonempty: Float[np.ndarray, " N"]
+    share: Float[np.ndarray, " B"]
+    start_nonempty: Float[np.ndarray, " B"]
     times: Float[np.ndarray, " T"]
-    kept: Float[np.ndarray, "T N K"]
+    kept: Float[np.ndarray, "T B K"]
 
     @property
     def p_start_nonempty(self) -> float:
@@ -41,7 +41,7 @@ class Coverage:
         return float(self.share @ self.start_nonempty)
 
     @property
-    def p_empty(self) -> Float[np.ndarray, " N"]:
+    def p_empty(self) -> Float[np.ndarray, " B"]:
         """P(N_1 = 0 | n)."""
         return 1 - self.start_nonempty
 

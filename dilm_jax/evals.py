@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import pathlib
 import subprocess
 from collections.abc import Callable, Mapping
@@ -39,7 +40,8 @@ def network(parts: Parts, mesh) -> Callable:
     def apply(params, canvas, time, dropout_keys=None):
         full = jax.tree.map(lambda x: x, state)
         nnx.replace_by_pure_dict(full, sharding.gather(params, mesh))
-        return nnx.merge(graphdef, full)(canvas, time, dropout_keys)
+        with jax.default_matmul_precision(parts.matmul_precision):
+            return nnx.merge(graphdef, full)(canvas, time, dropout_keys)
 
     return apply
 
@@ -80,7 +82,7 @@ def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
 
 
 def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) -> Callable[..., jax.Array]:
-    """Jitted (params, examples, seed [B], index [B]) → draws [B, N] of the likelihood bound in nats.
+    """Jitted (params, examples, seed [B], index [B]) → draws [B, T] of the likelihood bound in nats.
 
     Row b depends on (seed[b], index[b]) and its own text alone.
     """
@@ -96,10 +98,12 @@ def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) 
 
 
 class Evaluator:
-    """Evaluates a split; the batch size is a matter of memory only."""
+    """Evaluates a split. The batch size, rounded up to fill the devices, is a matter of memory only."""
 
     def __init__(self, parts: Parts, mesh, batch_size: int, num_times: int):
-        self._parts, self._mesh, self._batch_size = parts, mesh, batch_size
+        num_shards = sharding.num_shards(mesh)
+        self._parts, self._mesh = parts, mesh
+        self._batch_size = -(-batch_size // num_shards) * num_shards
         self._sample = make_sampler(parts, mesh)
         self._process = parts.process if isinstance(parts.process, likelihood.Bounded) else None
         self._bound = make_bound(parts, self._process, mesh, num_times) if self._process else None
@@ -174,7 +178,9 @@ def write_samples(path: pathlib.Path, samples: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in samples))
 
 
-def card(parts: Parts, results: Mapping[str, float], *, split: str, num: int, checkpoint: int) -> dict[str, Any]:
+def card(
+    parts: Parts, results: Mapping[str, float], *, split: str, num: int, checkpoint: int, seed: int
+) -> dict[str, Any]:
     """The content of eval.json: how the numbers were obtained, then the numbers."""
     gap, token = parts.filters.gap, parts.filters.token
     event = parts.sampler == "event"
@@ -182,7 +188,7 @@ def card(parts: Parts, results: Mapping[str, float], *, split: str, num: int, ch
     return {
         "split": split,
         "n": num,
-        "protocol": f"star_{parts.task.name}: complete the prompt, compare the whole answer; EMA parameters",
+        "protocol": f"star_{parts.task.name}: complete the prompt, compare the whole answer; EMA weights, seed {seed}",
         "sampler": f"{parts.sampler}, {effort}, gap {describe_filter(gap)}, token {describe_filter(token)}",
         "checkpoint": checkpoint,
         "commit": commit(),
@@ -199,15 +205,22 @@ def describe_filter(filter: sampling.Filter) -> str:
 def commit() -> str:
     """The commit of this code, with "-dirty" if it was changed since; "unknown" outside a checkout."""
     here = pathlib.Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", str(here), *command], capture_output=True, text=True, check=True).stdout
+
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        if pathlib.Path(git("rev-parse", "--show-toplevel").strip()) != here.parent.resolve():
+            return "unknown"  # another project's, which this package was copied into
+        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def write_card(directory: pathlib.Path, results: Mapping[str, Any]) -> None:
-    (directory / "eval.json").write_text(json.dumps(results, indent=2) + "\n")
+    """A number that is not finite becomes null."""
+    rows = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in results.items()}
+    (directory / "eval.json").write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
 
 
 def format_card(results: Mapping[str, Any]) -> str:

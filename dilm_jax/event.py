@@ -2,7 +2,7 @@
 
 An insertion process needs no small steps: what the length head says fixes the law of the next insertion's time. Each
 row has a clock of its own; rows are at different times at the same network call. For t < eps the network is called at
-eps.
+eps; OrderStatistics uses the schedule's own total there, Thinning holds the rate at its value at eps.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ class Clock:
     """`carry` of OrderStatistics."""
 
     time: Float[Array, " B"]  # of the last event or proposal
-    fresh: Bool[Array, " B"]  # the next call is at a canvas not seen at this time: it proposes, and inserts nothing
+    # The next call is at a canvas not seen at this time: it proposes, and inserts only in OrderStatistics with calls=1
+    # or, in Thinning, below eps.
+    fresh: Bool[Array, " B"]
 
 
 @struct.dataclass

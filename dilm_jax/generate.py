@@ -1,7 +1,7 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
 --input=FILE.jsonl] [--sampler=… --steps=… --calls=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
 
-Without a prompt the graphs come from the test split, and their answers are printed beside the paths. With --output
+Without a prompt the graphs come from the test split, and paths that are not the answer are marked. With --output
 the rows are written as jsonl instead; rows of --input are `{"prompt": …, "id": …, "seed": …}`, the last two optional.
 """
 
@@ -17,7 +17,9 @@ from dilm_jax.data import star
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run.")
 _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "Its step; the latest unless given.")
-_NUM = flags.DEFINE_integer("num", 8, "Samples: of a prompt, or of so many graphs of the test split.", lower_bound=1)
+_NUM = flags.DEFINE_integer(
+    "num", None, "Samples of a prompt, or graphs of the test split; 8 unless given.", lower_bound=1
+)
 _PROMPT = flags.DEFINE_string("prompt", None, "Edges u>v, then source>>goal.")
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
@@ -31,8 +33,9 @@ _TOP_P = flags.DEFINE_float("top_p", None, "Of the token; 1 is off.")
 
 
 def main() -> None:
-    if _PROMPT.value and _INPUT.value:
-        raise ValueError("--prompt and --input exclude each other; give one")
+    if _INPUT.value is not None and (_PROMPT.value is not None or _NUM.value is not None):
+        other = "num" if _PROMPT.value is None else "prompt"
+        raise ValueError(f"--{other} and --input exclude each other; give one")
     run = dilm_jax.load(
         cli.required("workdir"),
         _CHECKPOINT.value,
@@ -43,13 +46,15 @@ def main() -> None:
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,
     )
-    task, answers = run.parts.task, None
-    if _INPUT.value:
+    task, answers, num = run.parts.task, None, 8 if _NUM.value is None else _NUM.value
+    if _INPUT.value is not None:
         rows = read_rows(task, pathlib.Path(_INPUT.value))
-    elif _PROMPT.value:
-        rows = [{"prompt": star.parse_prompt(task, _PROMPT.value)}] * _NUM.value
+    elif _PROMPT.value is not None:
+        rows = [{"prompt": star.parse_prompt(task, _PROMPT.value)}] * num
     else:
-        rows, answers = test_rows(run.parts.sources["test"], _NUM.value)
+        rows, answers = test_rows(run.parts.sources["test"], num)
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).open("a").close()  # better an error now than after the work
     generated = run.generate([{"seed": _SEED.value} | row for row in rows])
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text("".join(json.dumps(row) + "\n" for row in generated))
@@ -62,7 +67,7 @@ def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"--input: no file {path}")
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").rstrip("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from None
     rows = []
@@ -73,7 +78,7 @@ def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
                 raise ValueError('expected an object with a string "prompt"')
             if unknown := sorted(row.keys() - {"prompt", "id", "seed"}):
                 raise ValueError(f"unknown key {unknown[0]!r}; a row has prompt, id, seed")
-            if not isinstance(row.get("seed", 0), int) or not 0 <= row.get("seed", 0) < 2**32:
+            if type(row.get("seed", 0)) is not int or not 0 <= row.get("seed", 0) < 2**32:
                 raise ValueError(f"seed {row['seed']!r} is not an integer in [0, 2^32)")
             rows.append(row | {"prompt": star.parse_prompt(task, row["prompt"])})
         except ValueError as error:
@@ -95,7 +100,9 @@ def format_rows(rows: list[dict[str, Any]], answers: list[str] | None) -> str:
     blocks = []
     for i, row in enumerate(rows):
         verdict = "" if answers is None else "  right" if row["spans"][0] == answers[i] else f"  wrong: {answers[i]}"
-        blocks.append(f"graph  {row['prompt']}\npath   {row['spans'][0]}{verdict}  ({row['nfe']} network calls)")
+        counts = [f"{row['nfe']} network calls"]
+        counts += [f"{row['saturated']} moves saturated"] * (row["saturated"] > 0) + ["truncated"] * row["truncated"]
+        blocks.append(f"graph  {row['prompt']}\npath   {row['spans'][0]}{verdict}  ({', '.join(counts)})")
     return "\n\n".join(blocks)
 
 

@@ -82,8 +82,8 @@ def bound_sample(
 
 def bound_samples(
     process: Bounded, network: Network, key: Key[Array, " B"], x0: Example, num_times: int
-) -> Float[Array, "N B"]:
-    """`bound_sample` at one t in each of `num_times` equal cells of u. Row b depends on key b and its text alone."""
+) -> Float[Array, "T B"]:
+    """`bound_sample` at one t in each of T = num_times equal cells of u. Row b depends on key b and its text alone."""
 
     def at(cell):
         cell_key = jax.vmap(lambda k: jax.random.fold_in(k, cell))(key)
@@ -94,7 +94,7 @@ def bound_samples(
 
 
 def summarize(
-    draws: Float[np.ndarray, "N B"], n: Int[np.ndarray, " B"], num_bytes: Int[np.ndarray, " B"]
+    draws: Float[np.ndarray, "T B"], n: Int[np.ndarray, " B"], num_bytes: Int[np.ndarray, " B"]
 ) -> dict[str, float]:
     """Corpus figures from `bound_samples` of B texts with n free tokens each, in float64.
 

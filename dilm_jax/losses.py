@@ -1,10 +1,11 @@
-"""Loss terms of insertion processes (docs/MATH.md 4, 4a and 4b): the only readers of scores in training.
+"""Loss terms of insertion processes (docs/MATH.md 4, 4a and 4b), of which the families' losses are made.
 
 A *kernel* p is the probability of the insertion (gap, token). Inserting w into any gap that touches a run of w's
 gives the same text; the exact term scores the sum over those gaps, the paper's scores one of them (its Remark 2).
 
-Token terms return Σ log p over the dropped tokens, length terms nats, both [B]; weights are the caller's. Everything is
-float32 and finite for rows with nothing dropped, nothing kept, or no open gap.
+Token terms return Σ log p over the dropped tokens [B], length terms nats [B] or [B, S]. Weights are the caller's;
+`poisson_nll` alone applies the one it is given. Everything is float32 and finite for rows with nothing dropped, nothing
+kept, or no open gap.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ class LossConfig:
         all gaps by their probability given the canvas (Rao–Blackwell: the same expectation, less variance). The
         counts that length heads learn from are the sampled mask's either way.
       length: "cross_entropy" fits the whole posterior p(l), "poisson_mean" (the paper's) its mean only.
-      weighting: "elbo", "self_normalized" or "normalized".
+      weighting: "elbo", "self_normalized" or "normalized". DILM-M's length cross-entropy is summed over the open gaps
+        under "elbo", under the others it is their mean.
       max_weight: bound on the coefficient of "elbo"; the paper clips it at 100. inf leaves it alone.
       targets: "gather" asks for the scores of the targets; "dense" expands the targets to counts [B, S, V] on
         device, the readable definition (equal value and gradient). Of the sampled alignment.

@@ -14,7 +14,9 @@ from dilm_jax.train import train
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an optional :variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config>[-<variant>] unless given.")
-_INIT_FROM = flags.DEFINE_string("init_from", None, "Start from the parameters of the run in this workdir.")
+_INIT_FROM = flags.DEFINE_string(
+    "init_from", None, "Where there is no checkpoint yet, start from the averaged parameters of this run."
+)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ class MetricsWriter:
     Args:
       workdir: created if missing.
       resume_step: the step that training goes on from. Lines after it, which a killed run wrote beyond its last
-        checkpoint, are cut, as is a torn last line. −1 for a run that starts anew: nothing is kept.
+        checkpoint, are cut, as is a torn last line. 0 for a run that starts anew; −1 also cuts a line of step 0.
       is_main: False on all processes but the first; then nothing is read or written.
     """
 
@@ -92,7 +92,7 @@ class Progress:
             )
 
     def update(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Call it every step. `metrics`, where there are new ones, follow the step number in the order given."""
+        """`step` steps are done. `metrics`, where there are new ones, follow the step number in the order given."""
         if self._bar is not None:
             if metrics:
                 self._bar.set_postfix_str(_summary(metrics), refresh=False)

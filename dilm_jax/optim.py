@@ -1,4 +1,4 @@
-"""The optimizer: clipping, AdamW with decay on matrices only, the learning-rate schedules, and the EMA."""
+"""The optimizer: clipping, AdamW with decay on kernels only, the learning-rate schedules, and the EMA."""
 
 import math
 

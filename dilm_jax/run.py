@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Any
 
@@ -10,8 +9,8 @@ import jax
 import ml_collections
 import numpy as np
 
+from dilm_jax import canvas, evals, sharding, train
 from dilm_jax import config as config_lib
-from dilm_jax import evals, sharding, train
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
@@ -30,15 +29,18 @@ class Run:
     params: Any
 
     def evaluate(
-        self, split: str = "test", num: int | None = None, seed: int = 0, num_times: int | None = None
+        self, split: str = "test", num: int | None = None, seed: int | None = None, num_times: int | None = None
     ) -> tuple[dict, list[dict]]:
-        """The task's full evaluation: the card (see `evals.card`) and one dict a sample."""
+        """The task's full evaluation: the card (see `evals.card`) and one dict a sample. What is None is as in
+        training. Raises ValueError for an unknown split, or more examples than it has."""
         sizes = self.config.eval
+        seed = self.config.seed if seed is None else seed
         evaluator = evals.Evaluator(
             self.parts, self.mesh, sizes.batch_size, sizes.num_times if num_times is None else num_times
         )
         results, samples = evaluator(self.params, split, num, seed)
-        return evals.card(self.parts, results, split=split, num=len(samples), checkpoint=self.step), samples
+        card = evals.card(self.parts, results, split=split, num=len(samples), checkpoint=self.step, seed=seed)
+        return card, samples
 
     def generate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Completes prompts.
@@ -50,29 +52,37 @@ class Run:
         Returns:
           A dict a row: index, id, prompt, text, ids, length, inserted, spans, nfe, saturated, truncated, seed,
           sampler.
+
+        Raises ValueError for a prompt that is longer than the task's, or of other tokens than its own.
         """
-        if not rows:
-            return []
-        batch_size = sharding.num_shards(self.mesh)
-        batch_size *= -(-len(rows) // batch_size)
+        num_shards = sharding.num_shards(self.mesh)
+        batch_size = -(-min(len(rows), self.config.eval.batch_size) // num_shards) * num_shards
+        generated = []
+        for first in range(0, len(rows), max(batch_size, 1)):
+            generated += self._generate(rows[first : first + batch_size], first, batch_size)
+        return generated
+
+    def _generate(self, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[dict[str, Any]]:
+        """The rows from place `first` on, filled up to `batch_size` of them."""
         filled = rows + [rows[-1]] * (batch_size - len(rows))
         x0 = Example(**loader.stack([star.make_example(self.parts.task, row["prompt"]) for row in filled]))
+        canvas.validate_examples(x0, self.parts.process.vocabulary)
         seed = np.array([row.get("seed", 0) for row in filled], np.uint32)
-        local = sharding.put_batch((x0, seed, np.arange(batch_size)), self.mesh, batch_size)
+        local = sharding.put_batch((x0, seed, first + np.arange(batch_size)), self.mesh, batch_size)
         drawn = jax.device_get(self._sample(self.params, *local))
-        return [self._row(row, drawn, b) for b, row in enumerate(rows)]
+        return [self._row(row, drawn, b, first + b) for b, row in enumerate(rows)]
 
     @functools.cached_property
     def _sample(self):
-        """Compiled once for each number of rows."""
+        """Compiled once for each batch size."""
         return evals.make_sampler(self.parts, self.mesh)
 
-    def _row(self, row, drawn: evals.Samples, b: int) -> dict[str, Any]:
+    def _row(self, row, drawn: evals.Samples, b: int, index: int) -> dict[str, Any]:
         ids = drawn.tokens[b, : int(drawn.length[b])].tolist()
         prompt, answer = ids[: len(row["prompt"])], ids[len(row["prompt"]) :]
         return {
-            "index": b,
-            "id": row.get("id", b),
+            "index": index,
+            "id": row.get("id", index),
             "prompt": star.format_prompt(prompt),
             "text": f"{star.format_prompt(prompt)} {star.format_path(answer)}".strip(),
             "ids": ids,
@@ -97,23 +107,17 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
       ValueError: if `workdir` holds no run or no such checkpoint, if the checkpoint cannot be read, or for a bad
         override.
     """
-    directory = pathlib.Path(workdir)
-    path = directory / train.CONFIG
-    if not path.is_file():
-        raise ValueError(
-            f"no run in {workdir}: {path} is missing; train one with python -m dilm_jax.main, or fix the path"
-        )
-    config = config_lib.from_json(json.loads(path.read_text()))
+    train.check_float32()
+    directory = train.local_directory(workdir)
+    config = train.read_config(directory)
     overrides = {name: value for name, value in sampling.items() if value is not None}
-    config.sampling.update(overrides)
+    config_lib.update(config, {f"sampling.{name}": value for name, value in overrides.items()})
     config.mesh.update({"data": -1, "fsdp": 1, "tensor": 1})  # the devices of this machine, not of the training
-    config_lib.validate_sampling(config)
+    config_lib.validate_values(config)
     for name, value in overrides.items():
         if not config_lib.has_effect(config, f"sampling.{name}"):
-            raise ValueError(
-                f"{name} = {value} has no effect on sampler {config.sampling.sampler!r}: "
-                "num_steps (--steps) is of time grids, calls is of event; leave it out"
-            )
+            needed = config_lib.what_is_needed(f"sampling.{name}")
+            raise ValueError(f"{name} = {value} has no effect {needed}; leave it out")
     parts = config_lib.build(config)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
     checkpointer = Checkpointer(directory / train.CHECKPOINTS)

@@ -33,6 +33,8 @@ class Filter:
       temperature: divides the logits; 0 takes the argmax.
       top_k: keeps the k largest; 0 keeps all.
       top_p: keeps the smallest set of largest entries whose probability reaches p, the one that crosses p included.
+
+    Raises ValueError for a value out of range, and for top_k or top_p at temperature 0.
     """
 
     temperature: float = 1.0
@@ -40,8 +42,8 @@ class Filter:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
+        if not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):  # what float32 logits can be divided by
+            raise ValueError(f"temperature must be 0 or in [1e-6, 1e6], got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -236,6 +238,8 @@ class SamplingOptions:
         from the call before.
       rate_scale: multiplies the insertion rate of "euler". 1 is right; ln(σmax/σmin) reproduces samples of code
         whose rate is not the derivative of its total noise.
+
+    Raises ValueError for a value out of range.
     """
 
     num_steps: int
@@ -269,7 +273,7 @@ class DrawStep(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
     """Marches t = 1, 1 − 1/N, …, 0. With `repeat_last` the step that ends at 0 is repeated while it inserts, so
-    that nothing the length head still expects is left out. For t < eps the model is the one at eps.
+    that nothing the length head still expects is left out. For t < eps the network is called at eps.
     """
 
     num_steps: int

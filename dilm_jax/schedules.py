@@ -53,7 +53,7 @@ class LogLinear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant:
-    """σ_t = σmax. `sigma_min` must equal `sigma_max`."""
+    """σ_t = σmax. Raises ValueError unless 0 < sigma_min = sigma_max."""
 
     sigma_min: float
     sigma_max: float
@@ -77,7 +77,8 @@ class Constant:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometric:
     """The *total* grows geometrically, from an offset of σmin: σ̄_t = σmin·(r^t − 1), σ_t = σmin·ln r·r^t,
-    r = σmax/σmin. (The log-linear schedule has a geometric *rate*.)"""
+    r = σmax/σmin. (The log-linear schedule has a geometric *rate*.) Raises ValueError unless
+    0 < sigma_min < sigma_max."""
 
     sigma_min: float
     sigma_max: float

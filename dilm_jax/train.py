@@ -6,6 +6,7 @@ micro-batches. Everything a step needs is in (state, batch of that step), so res
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import pathlib
@@ -29,7 +30,7 @@ from dilm_jax.data import loader
 from dilm_jax.metrics import MetricsWriter, Progress, plot
 from dilm_jax.processes.base import Process
 
-CHECKPOINTS, CONFIG = "checkpoints", "config.json"
+CHECKPOINTS, CONFIG, LOCK = "checkpoints", "config.json", "lock"
 
 
 @struct.dataclass
@@ -82,8 +83,8 @@ def init_state(config: ml_collections.ConfigDict, parts: Parts, optimizer, mesh)
 def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example):
     """Draws t (stratified over the global batch) and X_t for each example.
 
-    Returns the canvas, the loss's targets, the weights of the times, and one key an example for dropout. The draws
-    run inside shard_map: a rejection loop then ends when its own device's rows are done.
+    Returns t and its weights, the canvas, the loss's targets, and one key an example for dropout. The draws run
+    inside shard_map: a rejection loop then ends when its own device's rows are done.
     """
     B = x0.length.shape[0]
 
@@ -95,11 +96,11 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example):
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
         k_time, k_noise, k_dropout = canvas_lib.split_keys(keys, 3)
         t, weight = process.times(schedules.stratified(k_time, index, B))
-        return process.corrupt(k_noise, x0, t), weight, k_dropout
+        return t, weight, process.corrupt(k_noise, x0, t), k_dropout
 
     key = jax.random.fold_in(jax.random.key(seed), step)
-    (canvas, targets), weight, k_dropout = draw(key, jnp.arange(B), x0)
-    return canvas, targets, weight, k_dropout
+    t, weight, (canvas, targets), k_dropout = draw(key, jnp.arange(B), x0)
+    return t, weight, canvas, targets, k_dropout
 
 
 def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh):
@@ -108,8 +109,8 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh):
     optimizer, schedule = make_optimizer(config)
     network = evals.network(parts, mesh)
 
-    def loss(params, canvas, targets, weight, k_dropout):
-        scores = network(params, canvas, targets.t, k_dropout if config.model.dropout else None)
+    def loss(params, t, weight, canvas, targets, k_dropout):
+        scores = network(params, canvas, t, k_dropout if config.model.dropout else None)
         terms = process.loss(scores, canvas, targets)
         terms = {name: (weight * value).sum() / config.batch_size for name, value in terms.items()}
         return terms["loss"], terms
@@ -163,26 +164,37 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
     a checkpoint that cannot be read, and when the loss is no longer finite.
     """
     config_lib.validate(config, jax.device_count())
+    check_float32()
     is_main = jax.process_index() == 0
-    directory = pathlib.Path(workdir)
+    directory = local_directory(workdir)
     check_resume(config, directory)
-    jax.config.update("jax_default_matmul_precision", config.train.matmul_precision)
+    if init_from is not None:
+        read_config(local_directory(init_from))  # there must be a run, whether it is needed or not
 
     parts = config_lib.build(config)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
     optimizer, _ = make_optimizer(config)
     state = init_state(config, parts, optimizer, mesh)
     with contextlib.ExitStack() as stack:
+        if is_main:
+            stack.enter_context(sole_writer(directory))
         checkpointer = stack.enter_context(
             contextlib.closing(Checkpointer(directory / CHECKPOINTS, keep=config.train.keep_checkpoints))
         )
         state = restore(checkpointer, state, init_from)
         start = int(state.step)
+        if start > config.num_steps:
+            raise ValueError(
+                f"config.num_steps is {config.num_steps}, but the run in {workdir} is at step {start}; raise it, or "
+                "use another workdir"
+            )
         if is_main:
             write_config(config, directory)
         progress = stack.enter_context(contextlib.closing(Progress(config.num_steps, start, is_main=is_main)))
         writer = stack.enter_context(contextlib.closing(MetricsWriter(directory, start, is_main=is_main)))
         progress.note(describe(config, parts, state, mesh, start, workdir))
+        if init_from is not None and start > 0:
+            progress.note(f"{workdir} has a checkpoint: parameters come from there, not from {init_from}")
         if line := evals.coverage_warning(parts, "train"):
             progress.note(line)
         return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
@@ -222,16 +234,61 @@ def fit(
         if step % config.train.checkpoint_every == 0 or step == config.num_steps:
             report.flush()
             check_finite(step, metrics)  # a step without a line of its own in the log
+            check_finite_params(state)
             save(checkpointer, state)
 
     checkpointer.wait()
     results, samples = evaluator(state.ema, "test", config.eval.num_test, config.seed)
-    card = evals.card(parts, results, split="test", num=len(samples), checkpoint=config.num_steps)
+    evals.write_samples(directory / "samples" / "test.jsonl", samples)
+    card = evals.card(parts, results, split="test", num=len(samples), checkpoint=int(state.step), seed=config.seed)
     if jax.process_index() == 0:
         evals.write_card(directory, card)
         plot(directory)
     progress.note(evals.format_card(card))
     return card
+
+
+def local_directory(workdir: str) -> pathlib.Path:
+    """Raises ValueError for a URL, which would silently become a directory of that name."""
+    if "://" in workdir:
+        raise ValueError(f"{workdir} is a URL: workdirs are local directories, or mounted ones")
+    return pathlib.Path(workdir)
+
+
+def check_float32() -> None:
+    """Raises ValueError where JAX would make every new array float64."""
+    if jnp.result_type(float) != jnp.float32:
+        raise ValueError("jax_enable_x64 is on, but runs are float32: unset JAX_ENABLE_X64")
+
+
+@contextlib.contextmanager
+def sole_writer(directory: pathlib.Path):
+    """Holds the lock of a workdir, which ends with the process. Raises ValueError if another process has it."""
+    for path in (directory, directory / CHECKPOINTS):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is not a directory; remove it, or use another workdir")
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process trains in {directory}; wait until it ends, or use another workdir"
+            ) from None
+        yield
+
+
+def read_config(directory: pathlib.Path) -> ml_collections.ConfigDict:
+    """The config of the run in a directory. Raises ValueError, naming the file, if there is none that can be read."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"no run in {directory}: {path} is missing; train one with python -m dilm_jax.main, or fix the path"
+        )
+    try:
+        return config_lib.from_json(json.loads(path.read_text("utf-8")))
+    except ValueError as error:  # also what json and the decoder raise
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def write_config(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
@@ -292,6 +349,20 @@ def check_finite(step: int, metrics) -> None:
             )
 
 
+@jax.jit
+def _all_finite(tree) -> jax.Array:
+    return jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree), jnp.bool(True))
+
+
+def check_finite_params(state: TrainState) -> None:
+    """Raises ValueError rather than let a checkpoint hold parameters that the last update has made useless."""
+    if not _all_finite((state.params, state.ema)):
+        raise ValueError(
+            f"the update to step {int(state.step)} made parameters that are not finite, which are not saved; lower "
+            "config.optim.learning_rate and run again: it resumes from the checkpoint before"
+        )
+
+
 def save(checkpointer: Checkpointer, state: TrainState) -> None:
     step = int(state.step)
     if checkpointer.latest_step() != step:  # a run that was complete already has it
@@ -320,10 +391,9 @@ def restore(checkpointer: Checkpointer, state: TrainState, init_from: str | None
 def check_resume(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
     """Prints what differs from the config of the run in `directory`, if it has a checkpoint to resume from. Raises
     ValueError if that makes it another run."""
-    path = directory / CONFIG
-    if not path.is_file() or not any(step.name.isdigit() for step in (directory / CHECKPOINTS).glob("*")):
+    if not any(step.name.isdigit() for step in (directory / CHECKPOINTS).glob("*")):
         return
-    before, now = (config_lib.flatten(json.loads(text)) for text in (path.read_text(), config.to_json()))
+    before, now = map(config_lib.flatten, (read_config(directory), config))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     for key in sorted(changed):
         old, new = changed[key]

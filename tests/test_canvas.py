@@ -1,6 +1,4 @@
-import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +37,6 @@ def _random_texts(rng) -> list[Text]:
 
 def _to_canvas(texts) -> Canvas:
     return _drop(to_example(texts, L), jnp.asarray(np.zeros((B, L), bool)))[0]
-
-
-def _numpy(canvas):
-    """Its fields as numpy arrays, which are quick to read row by row."""
-    fields = {field.name: np.asarray(getattr(canvas, field.name)) for field in dataclasses.fields(canvas)}
-    return types.SimpleNamespace(**fields)
 
 
 # --- Vocabulary and examples -----------------------------------------------------------------------------------------
@@ -103,7 +95,7 @@ def test_drop_tokens_deletes_one_by_one():
     canvas, gap = _drop(example, jnp.asarray(dropped))
     assert (np.asarray(canvas.num_free) == np.asarray(example.free).sum(-1) - dropped.sum(-1)).all()
 
-    canvas, gap = _numpy(canvas), np.asarray(gap)
+    canvas, gap = jax.device_get(canvas), np.asarray(gap)
     for b, text in enumerate(texts):
         gone = np.flatnonzero(dropped[b]).tolist()
         assert to_text(canvas, b) == functools.reduce(delete, reversed(gone), text)
@@ -131,7 +123,7 @@ def test_nothing_dropped_gives_the_whole_text():
     tokens, length = canvas_lib.content(canvas)
     assert (np.asarray(tokens) == np.asarray(example.tokens)).all()
     assert (np.asarray(length) == np.asarray(example.length)).all()
-    canvas = _numpy(canvas)
+    canvas = jax.device_get(canvas)
     assert [to_text(canvas, b) for b in range(len(texts))] == texts
 
 
@@ -147,7 +139,7 @@ def test_insert_tokens_against_lists():
     new = jnp.asarray(np.broadcast_to(100 + np.arange(S, dtype=np.int32), (B, S)))
     result, truncated = _insert(_keys(0), _to_canvas(texts), jnp.asarray(fire), new)
 
-    result, truncated, num_truncated = _numpy(result), np.asarray(truncated), 0
+    result, truncated, num_truncated = jax.device_get(result), np.asarray(truncated), 0
     for b, text in enumerate(texts):
         wanted = [i for i, is_open in enumerate(text.open_gap) if is_open and fire[b, i + 1]]
         after = to_text(result, b)
@@ -188,7 +180,7 @@ def test_dropping_then_inserting_gives_the_text_back():
         expected, gap = _drop(x0, jnp.asarray(dropped))
         for result, wanted in zip(jax.tree.leaves(canvas), jax.tree.leaves(expected), strict=True):
             assert (np.asarray(result) == np.asarray(wanted)).all()
-    canvas = _numpy(canvas)
+    canvas = jax.device_get(canvas)
     assert [to_text(canvas, b) for b in range(B)] == texts
 
 

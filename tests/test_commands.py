@@ -1,5 +1,6 @@
 """What a user types: wrong input ends in one line that says what to do, configs train, generate keeps its word."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -43,12 +44,11 @@ WRONG = [
     (MAIN, [SMOKE, "--config.optim.warmup_steps=-1"], "config.optim.warmup_steps must not be negative, got -1"),
     (MAIN, [SMOKE, "--config.optim.beta1=1"], "config.optim.beta1 must be in \\[0, 1\\), got 1"),
     (MAIN, [SMOKE, "--config.eval.num_valid=101"], "config.eval.num_valid is 101, but the valid split has 100"),
-    (MAIN, [SMOKE, "--config.loss.max_weight=9"], "loss.max_weight = 9.0 has an effect only with .*weighting = elbo"),
+    (MAIN, [SMOKE, "--config.loss.max_weight=9"], "loss.max_weight = 9.0 has no effect without loss.weighting = elbo"),
     (MAIN, [SMOKE, "--config.loss.length=poisson_mean"], "sampler='event' .* loss.length='poisson_mean'"),
     (MAIN, [SMOKE, "--config.process.schedule.sigma_min=50"], "0 < sigma_min < sigma_max, got 50.0 and 30.0"),
-    (MAIN, [*AS_TRAINED, "--init_from={tmp}/nowhere"], "no checkpoints at {tmp}/nowhere/checkpoints"),
     (MAIN, [SMOKE, "--workdir={run}"], "{run} was trained with model.num_layers = 1, now 2: .* --init_from"),
-    (MAIN, [*AS_TRAINED, "--workdir={tmp}/rows.jsonl"], "Not a directory: .*rows.jsonl"),
+    (MAIN, [*AS_TRAINED, "--workdir={tmp}/rows.jsonl"], "{tmp}/rows.jsonl is not a directory"),
     (MAIN, [*AS_TRAINED, "--workdir={corrupt}"],
      "{corrupt}/checkpoints/30 cannot be read .*; delete that directory to fall back to the step before it \\(20\\)"),
     (EVALUATE, [], "--workdir is missing"),
@@ -61,8 +61,8 @@ WRONG = [
     (EVALUATE, ["--workdir={run}", "--sampler=leap", "--steps=0"], "num_steps must be at least 1, got 0"),
     (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
     (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
-    (GENERATE, ["--workdir={run}", "--sampler=leap", "--calls=1"], "calls = 1 has no effect on sampler 'leap'"),
-    (EVALUATE, ["--workdir={run}", "--steps=9"], "num_steps = 9 has no effect on sampler 'event'"),
+    (GENERATE, ["--workdir={run}", "--sampler=leap", "--calls=1"], "calls = 1 has no effect without .*sampler = event"),
+    (EVALUATE, ["--workdir={run}", "--steps=9"], "num_steps = 9 has no effect without .*sampler = leap or euler"),
     (GENERATE, ["--workdir={paper}", "--sampler=event"], "sampler='event' reads the length posterior"),
     (GENERATE, ["--workdir={run}", "--top_p=0.9"], "top_p 0.9 have no effect at temperature 0"),
     (GENERATE, ["--workdir={run}", LONG], "the prompt has 16 tokens, star_tiny takes at most 10"),
@@ -75,8 +75,29 @@ WRONG = [
     (GENERATE, ["--workdir={paper}", "--sampler=leap"], "sampler='leap' .* loss.length='poisson_mean'"),
     (GENERATE, ["--workdir={run}", "--num=5001"], "--num=5001: the test split has 5000 graphs"),
     (GENERATE, ["--workdir={run}", "--num=0"], "--num=0"),
+    (GENERATE, ["--workdir={run}", "--num=3", "--input={tmp}/rows.jsonl"], "--num and --input exclude each other"),
+    (GENERATE, ["--workdir={run}", "--prompt="], "prompt"),
+    (MAIN, [SMOKE, "--config.sampling.gap_top_p=2"], "filter of the gap: top_p must be in \\(0, 1\\], got 2"),
+    (MAIN, [SMOKE, "--config.num_steps=20", "--config.model.num_layers=1", "--workdir={run}"],
+     "num_steps is 20, but the run in {run} is at step 30"),
+    (MAIN, ["--config={tmp}/broken.py"], "AttributeError: module 'math' has no attribute 'sqr'"),
+    (MAIN, ["--config=README.md"], "--config or its overrides: SyntaxError"),
+    (MAIN, [SMOKE, "--config.optim.learning_rate=inf"], "optim.learning_rate must be a finite number, got inf"),
+    (MAIN, [SMOKE, "--config.num_steps=3000000000"], "num_steps must be below 2\\^31, got 3000000000"),
+    (MAIN, [SMOKE, "--config.process.schedule.sigma_max=1e9"], "more than 10000; lower sigma_max"),
+    (MAIN, [SMOKE, "--workdir=gs://bucket/run"], "gs://bucket/run is a URL"),
+    (MAIN, [SMOKE, "--init_from={tmp}/nowhere"], "no run in {tmp}/nowhere"),
+    (MAIN, [SMOKE, "--workdir={tmp}/file"], "{tmp}/file/checkpoints is not a directory"),
+    (MAIN, [SMOKE, "--workdir={tmp}/no_config"], "no run in {tmp}/no_config: {tmp}/no_config/config.json is missing"),
+    (EVALUATE, ["--workdir={tmp}/list"], "{tmp}/list/config.json cannot be read: expected an object, got list"),
+    (EVALUATE, ["--workdir={tmp}/cut"], "{tmp}/cut/config.json cannot be read: "),
+    (EVALUATE, ["--workdir={tmp}/unknown"], "config.process.family is 'jont'"),
+    (GENERATE, ["--workdir={run}", "--temperature=inf"], "sampling.temperature must be a finite number, got inf"),
+    (GENERATE, ["--workdir={run}", "--prompt=5 0>1 3 0>>1"], "'0>1' follows a single node"),
+    (GENERATE, ["--workdir={run}", "--output={tmp}/nowhere/x.jsonl"], "No such file or directory: .*x.jsonl"),
+    (GENERATE, ["--workdir={run}", "--input={tmp}/empty.jsonl"], "{tmp}/empty.jsonl, line 1: "),
     (GENERATE, ["--workdir={run}", "--seed=4294967296"], "--seed=4294967296"),
-    (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or larger, got -1.0"),
+    (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or in \\[1e-6, 1e6\\], got -1.0"),
     (GENERATE, ["--workdir={run}", "extra"], "unexpected argument 'extra'"),
 ]  # fmt: skip
 
@@ -86,6 +107,14 @@ def places(smoke_runs, tmp_path_factory):
     """What {…} stands for in `WRONG`."""
     tmp, run = tmp_path_factory.mktemp("wrong"), smoke_runs["joint"]
     (tmp / "rows.jsonl").write_text('{"prompt": "0>1 1>2 0>>2"}\n{"prompt": "0>1\n')
+    (tmp / "broken.py").write_text("import math\n\n\ndef get_config():\n    return math.sqr(2)\n")
+    (tmp / "empty.jsonl").write_text("")
+    for name, text in (("list", "[]"), ("cut", '{"seed"'), ("unknown", '{"process": {"family": "jont"}}')):
+        (tmp / name).mkdir()
+        (tmp / name / "config.json").write_text(text)
+    (tmp / "file").mkdir()
+    (tmp / "file" / "checkpoints").write_text("")
+    (tmp / "no_config" / "checkpoints" / "30").mkdir(parents=True)
     (tmp / "latin1.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin1"))
     corrupt = pathlib.Path(shutil.copytree(run, tmp / "corrupt"))
     for file in (corrupt / "checkpoints" / "30").glob("*/d/*"):
@@ -137,7 +166,8 @@ def test_every_variant_is_valid_and_names_its_family_and_task(path):
     _, difficulty, family = path.stem.split("_")
     for variant in variants(path):
         config = load_config(path, variant)
-        config_lib.validate(config, 1)
+        for num_devices in (1, 2, 4, 8):
+            config_lib.validate(config, num_devices)
         parts = config_lib.build(config)
         assert (config.process.family, parts.task.name) == (family, difficulty)
         assert parts.sampler in parts.process.samplers(parts.sampling)
@@ -211,6 +241,15 @@ def test_a_row_depends_on_its_seed_and_not_on_the_number_of_rows(warm, prompts, 
     other = warm.generate([row | {"id": f"row {i}", "seed": 3 if i == 1 else 4} for i, row in enumerate(prompts)])
     assert other[1] == generated[1]
     assert all(other[i]["ids"] != generated[i]["ids"] for i in (0, 2, 3))
+
+
+def test_rows_come_in_batches(warm, prompts):
+    """Of eval.batch_size rows at most, which changes nothing."""
+    assert warm.config.eval.batch_size == 8
+    wide = warm.config.copy_and_resolve_references()
+    wide.eval.batch_size = 16
+    rows = [prompts[i % len(prompts)] | {"seed": i} for i in range(10)]
+    assert warm.generate(rows) == dataclasses.replace(warm, config=wide).generate(rows)
 
 
 def test_no_row_is_no_row(warm):

@@ -3,6 +3,7 @@
 Every test runs in a process of its own.
 """
 
+import dataclasses
 import json
 import re
 
@@ -141,6 +142,20 @@ def generate_rows(workdir, num_rows, out):
     source = run.parts.sources["test"]
     prompts = [source[i]["tokens"][: int(source[i]["frozen"].sum())].tolist() for i in range(num_rows)]
     out.write_text(json.dumps(run.generate([{"prompt": prompt, "seed": 5} for prompt in prompts])))
+
+
+def test_an_evaluation_fills_up_the_devices(smoke_runs):
+    evaluate_in_batches(str(smoke_runs["joint"]))
+
+
+@children.on_eight_devices
+def evaluate_in_batches(workdir):
+    run, results = dilm_jax.load(workdir), []
+    for batch_size in (3, 8):
+        config = run.config.copy_and_resolve_references()
+        config.eval.batch_size = batch_size
+        results.append(dataclasses.replace(run, config=config).evaluate(num=6))
+    assert results[0] == results[1]
 
 
 def test_rows_that_fill_up_the_devices_change_nothing(smoke_runs, tmp_path):

@@ -80,7 +80,7 @@ def test_times_of_a_step_differ_and_are_stratified(family):
     draw, x0 = noise(family)
     eps = tiny.config().process.eps
     for step in range(5):
-        t = np.asarray(draw(step, x0)[1].t)
+        t = np.asarray(draw(step, x0)[0])
         assert len(set(t.tolist())) == len(t)
         np.testing.assert_array_equal(np.floor((t - eps) / (1 - eps) * len(t)), np.arange(len(t)))
 
@@ -89,9 +89,9 @@ def test_times_of_a_step_differ_and_are_stratified(family):
 def test_noise_depends_on_the_step(family):
     draw, x0 = noise(family)
     first, other = draw(0, x0), draw(1, x0)
-    assert (first[1].t != other[1].t).all()
-    assert (first[1].dropped != other[1].dropped).any()
-    assert (first[3] != other[3]).any(-1).all()  # the keys of dropout
+    assert (first[0] != other[0]).all()
+    assert (first[3].dropped != other[3].dropped).any()
+    assert (first[4] != other[4]).any(-1).all()  # the keys of dropout
     jax.tree.map(np.testing.assert_array_equal, first, draw(0, x0))
 
 
@@ -103,15 +103,15 @@ def test_noise_of_a_row_does_not_depend_on_its_neighbours(family):
         array[1:] = array[:0:-1]
     before, after = draw(3, x0), draw(3, swapped)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), before, after)
-    assert (np.asarray(before[0].tokens)[1:] != np.asarray(after[0].tokens)[1:]).any()
-    np.testing.assert_array_equal(before[1].t, after[1].t)  # nor do the times depend on the text
+    assert (np.asarray(before[2].tokens)[1:] != np.asarray(after[2].tokens)[1:]).any()
+    np.testing.assert_array_equal(before[0], after[0])  # nor do the times depend on the text
 
 
 @pytest.mark.parametrize("family", PROCESSES)
 def test_rows_with_equal_texts_get_different_noise(family):
     draw, x0 = noise(family)
     same = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), x0)
-    dropped = np.concatenate([draw(step, same)[1].dropped for step in range(4)])
+    dropped = np.concatenate([draw(step, same)[3].dropped for step in range(4)])
     free = dropped[:, np.asarray(same.free)[0]]
     assert len(np.unique(free, axis=0)) > 2 ** free.shape[1] / 2  # most of the masks that there are
 
@@ -206,13 +206,10 @@ class Loop:
 
     def __call__(self, made, workdir):
         """What the loop did, and the steps at which metrics.jsonl has train/loss."""
-        precision = jax.config.jax_default_matmul_precision
         self.did = {"batches": [], "saved": [], "evaluated": []}
         try:
             train.train(made, str(workdir))
-            self.did["precision"] = jax.config.jax_default_matmul_precision
         finally:
-            jax.config.update("jax_default_matmul_precision", precision)
             rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
             self.did["logged"] = [row["step"] for row in rows if "train/loss" in row]
         return self.did
@@ -295,7 +292,7 @@ def text(jaxpr) -> str:
 def abstract_network_input(family):
     made, parts, mesh, _ = tiny.world(family)
     x0 = tiny.abstract_like(tiny.batch(parts, made))
-    canvas, targets, _, keys = jax.eval_shape(lambda x: train.corrupt_batch(parts.process, mesh, 0, 0, x), x0)
+    _, _, canvas, targets, keys = jax.eval_shape(lambda x: train.corrupt_batch(parts.process, mesh, 0, 0, x), x0)
     return canvas, targets, keys
 
 
@@ -359,7 +356,8 @@ def probe_step(made, parts, mesh):
 
     def corrupt(process, mesh, seed, step, x0):
         t, key = x0.length / x0.max_length, jax.vmap(jax.random.key)(x0.length)
-        return x0, InsertionTargets(tokens=x0.tokens, gap=x0.tokens, dropped=x0.frozen, x0=x0, t=t), t, key
+        targets = InsertionTargets(tokens=x0.tokens, gap=x0.tokens, dropped=x0.frozen, x0=x0, t=t)
+        return t, t, x0, targets, key
 
     def network(parts, mesh):
         return lambda params, canvas, time, keys: time * sum(leaf.sum() for leaf in jax.tree.leaves(params))
@@ -438,7 +436,7 @@ EFFECTS = {
     "train.eval_every": (4, "loop", ()),
     "train.checkpoint_every": (3, "loop", ()),
     "train.keep_checkpoints": (3, "loop", ()),
-    "train.matmul_precision": ("default", "loop", ()),
+    "train.matmul_precision": ("default", "network", ()),
     "mesh.data": (2, "mesh", (("mesh.data", 1), ("mesh.fsdp", -1))),
     "mesh.fsdp": (4, "mesh", ()),
     "mesh.tensor": (2, "mesh", ()),
@@ -491,7 +489,7 @@ def test_a_key_that_would_have_no_effect_is_refused(key):
     made = tiny.config("joint", *others)
     config_lib.validate(made, 1)
     made.update_from_flattened_dict({key: EFFECTS[key][0]})
-    with pytest.raises(ValueError, match=rf"config.{key} = .* has an effect only with config.{next(iter(needed))} = "):
+    with pytest.raises(ValueError, match=rf"config.{key} = .* has no effect without {next(iter(needed))} = "):
         config_lib.validate(made, 1)
 
 
@@ -566,6 +564,37 @@ def test_init_from_takes_the_averaged_parameters_and_nothing_else(smoke_runs, tm
     assert int(train.restore(checkpointer, zeros, str(smoke_runs["joint"])).step) == 5
 
 
+def test_parameters_that_are_not_finite_are_not_saved():
+    good, bad = {"kernel": jnp.ones(3)}, {"kernel": jnp.array([1.0, jnp.inf, 1.0])}
+    train.check_finite_params(train.TrainState(step=jnp.int32(3), params=good, ema=good, opt_state={}))
+    for params, ema in ((bad, good), (good, bad)):
+        with pytest.raises(ValueError, match="the update to step 3 made parameters that are not finite"):
+            train.check_finite_params(train.TrainState(step=jnp.int32(3), params=params, ema=ema, opt_state={}))
+
+
+def test_a_workdir_has_one_writer(tmp_path):
+    with (
+        train.sole_writer(tmp_path / "run"),
+        pytest.raises(ValueError, match="another process trains in .*run"),
+        train.sole_writer(tmp_path / "run"),
+    ):
+        pass
+    with train.sole_writer(tmp_path / "run"):
+        pass
+
+
+def test_float64_is_refused():
+    train.check_float32()
+    with jax.enable_x64(True), pytest.raises(ValueError, match="unset JAX_ENABLE_X64"):
+        train.check_float32()
+
+
+def test_a_card_is_json_whatever_the_numbers(tmp_path):
+    evals.write_card(tmp_path, {"split": "test", "eval/nelbo_perplexity": math.inf, "eval/exact_match": math.nan})
+    card = json.loads((tmp_path / "eval.json").read_text(), parse_constant=pytest.fail)
+    assert card == {"split": "test", "eval/nelbo_perplexity": None, "eval/exact_match": None}
+
+
 # --- What a run writes -----------------------------------------------------------------------------------------------
 
 
@@ -592,7 +621,7 @@ def test_metrics_have_the_documented_keys(smoke_runs, family):
 def test_a_workdir_holds_what_the_readme_says(smoke_runs, family):
     there = {str(path.relative_to(smoke_runs[family])) for path in smoke_runs[family].rglob("*")}
     assert {"config.json", "metrics.jsonl", "curves.png", "tensorboard", "eval.json"} <= there
-    assert {"checkpoints/20", "checkpoints/30", "samples/step_00000030.jsonl"} <= there
+    assert {"checkpoints/20", "checkpoints/30", "samples/step_00000030.jsonl", "samples/test.jsonl", "lock"} <= there
     card = json.loads((smoke_runs[family] / "eval.json").read_text())
     assert {"split", "n", "protocol", "sampler", "checkpoint", "commit"} == {
         k for k in card if not k.startswith("eval/")

@@ -1,26 +1,25 @@
-"""Enumerable worlds: every short text over two letters, prompts included, and every way noise can act on them.
+"""A world of every short text over two letters, prompts included, and the truth about both families' noise in it.
 
-All truths are float64 and computed from the definitions: single deletions and insertions on Python tuples, the
-Kolmogorov equation of the chain, sums over all masks. Only the array types are those of the code under test.
+All truths are float64 and computed from the definitions: the Kolmogorov equation of the chain, sums over all masks.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 
+from dilm_jax import worlds
 from dilm_jax.backbone import Scores
-from dilm_jax.canvas import Canvas, Example, InsertionTargets, Vocabulary, drop_tokens
+from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.schedules import LogLinear
+from dilm_jax.worlds import Text, delete, equivalent, insert, missing, plain, prompted, to_text  # noqa: F401
 
-VOCABULARY = Vocabulary(size=7, pad=0, cls=1, bos=2, eos=3, mask=4)
+VOCABULARY = worlds.vocabulary(2)
 LETTERS = (5, 6)
 L, V = 3, VOCABULARY.size
 S, K = L + 2, L + 1
@@ -29,57 +28,9 @@ EPS = 1e-3
 FAMILIES = ("joint", "independent")
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A text, or what noise left of it. `open_gap[i]` is the gap before token i, the last one the gap at the end."""
-
-    tokens: tuple[int, ...]
-    frozen: tuple[bool, ...]
-    open_gap: tuple[bool, ...]
-
-    @property
-    def free(self) -> list[int]:
-        return [k for k, frozen in enumerate(self.frozen) if not frozen]
-
-
-def plain(tokens) -> Text:
-    return Text(tuple(tokens), (False,) * len(tokens), (True,) * (len(tokens) + 1))
-
-
-def prompted(pattern: list[tuple[int, bool]], open_gap) -> Text:
-    """From (token, frozen) pairs."""
-    return Text(tuple(w for w, _ in pattern), tuple(f for _, f in pattern), tuple(open_gap))
-
-
-def delete(text: Text, k: int) -> Text:
-    """Without token k; the gaps on its sides become one, open if either was."""
-    gap = (text.open_gap[k] or text.open_gap[k + 1],)
-    return Text(
-        text.tokens[:k] + text.tokens[k + 1 :],
-        text.frozen[:k] + text.frozen[k + 1 :],
-        text.open_gap[:k] + gap + text.open_gap[k + 2 :],
-    )
-
-
-def insert(text: Text, i: int, token: int) -> Text:
-    """With a free token in open gap i."""
-    assert text.open_gap[i]
-    return Text(
-        text.tokens[:i] + (token,) + text.tokens[i:],
-        text.frozen[:i] + (False,) + text.frozen[i:],
-        text.open_gap[:i] + (True, True) + text.open_gap[i + 1 :],
-    )
-
-
 def insertions(text: Text) -> list[tuple[int, int]]:
     """All (open gap, letter)."""
-    return [(i, w) for i, is_open in enumerate(text.open_gap) if is_open for w in LETTERS]
-
-
-@functools.cache
-def equivalent(text: Text, i: int, token: int) -> list[tuple[int, int]]:
-    """The insertions whose result is that of (i, token)."""
-    return [(j, w) for j, w in insertions(text) if insert(text, j, w) == insert(text, i, token)]
+    return worlds.insertions(text, len(LETTERS))
 
 
 def rate_and_total(t: float) -> tuple[float, float]:
@@ -109,22 +60,11 @@ def mask_prob(family: str, n: int, num_dropped: int, total: float) -> float:
 DELETION_RATE = {"joint": lambda m: 1 / m, "independent": lambda m: 1.0}  # of one token of m, in units of σ
 
 
-class World:
-    """Texts with a law over them; `states` are all they can be noised to, `pairs` all (text, dropped positions)."""
+class World(worlds.World):
+    """A world of LETTERS with a random law, and what each family's noise makes of it."""
 
     def __init__(self, texts: list[Text], seed: int):
-        self.texts = texts
-        self.law = np.random.default_rng(seed).dirichlet(np.full(len(texts), 2.0))
-        self.pairs, self.pair_text, results = [], [], []
-        for index, text in enumerate(texts):
-            for mask in itertools.product([False, True], repeat=len(text.free)):
-                dropped = tuple(itertools.compress(text.free, mask))
-                self.pairs.append((text, dropped))
-                self.pair_text.append(index)
-                results.append(functools.reduce(delete, reversed(dropped), text))
-        self.states = list(dict.fromkeys(results))
-        self.state_index = {state: i for i, state in enumerate(self.states)}
-        self.pair_state = np.array([self.state_index[state] for state in results])
+        super().__init__(texts, np.random.default_rng(seed).dirichlet(np.full(len(texts), 2.0)))
 
     def pair_probs(self, family: str, total: float) -> np.ndarray:
         """p(x0)·q(mask | x0) [P]."""
@@ -188,11 +128,6 @@ def log_p_left(length_logits: np.ndarray, state: Text) -> np.ndarray:
     return logits - np.logaddexp.reduce(logits)
 
 
-def missing(text: Text, dropped: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(canvas column of the gap, token) of each dropped token; the gap at the start is after column 1, BOS."""
-    return [(1 + sum(j not in dropped for j in range(k)), text.tokens[k]) for k in dropped]
-
-
 @functools.cache
 def small_world() -> World:
     """All texts of up to three letters; answers of up to two after a frozen letter; infills of up to one between two
@@ -214,47 +149,11 @@ def small_world() -> World:
 
 
 def to_example(texts: list[Text], max_length: int = L, fill: int = VOCABULARY.pad) -> Example:
-    """`fill` stands after the end of each text."""
-    B = len(texts)
-    tokens, frozen = np.full((B, max_length), fill, np.int32), np.zeros((B, max_length), bool)
-    open_gap = np.zeros((B, max_length + 1), bool)
-    for b, text in enumerate(texts):
-        n = len(text.tokens)
-        tokens[b, :n], frozen[b, :n], open_gap[b, : n + 1] = text.tokens, text.frozen, text.open_gap
-    length = np.array([len(text.tokens) for text in texts], np.int32)
-    return Example(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(length),
-        frozen=jnp.asarray(frozen),
-        open_gap=jnp.asarray(open_gap),
-        num_bytes=jnp.asarray(np.zeros(B, np.int32)),
-    )
-
-
-def to_text(canvas: Canvas, row: int) -> Text:
-    """What a row of a canvas (of numpy arrays, if there are many) holds."""
-    end = int(canvas.length[row])
-    return Text(
-        tuple(np.asarray(canvas.tokens[row, 2:end]).tolist()),
-        tuple(np.asarray(canvas.frozen[row, 2:end]).tolist()),
-        tuple(np.asarray(canvas.open_gap[row, 1:end]).tolist()),
-    )
-
-
-_drop = jax.jit(lambda x0, dropped: drop_tokens(x0, dropped, VOCABULARY))
+    return worlds.to_example(texts, max_length, fill)
 
 
 def corrupted(pairs: list[tuple[Text, tuple[int, ...]]], t: np.ndarray) -> tuple[Canvas, InsertionTargets]:
-    """The canvas and targets of each (text, dropped positions)."""
-    x0 = to_example([text for text, _ in pairs])
-    dropped = np.zeros((len(pairs), L), bool)
-    for b, (_, positions) in enumerate(pairs):
-        dropped[b, list(positions)] = True
-    canvas, gap = _drop(x0, jnp.asarray(dropped))
-    targets = InsertionTargets(
-        tokens=x0.tokens, gap=gap, dropped=jnp.asarray(dropped), x0=x0, t=jnp.asarray(t, jnp.float32)
-    )
-    return canvas, targets
+    return worlds.corrupted(pairs, t, L, VOCABULARY)
 
 
 def process(family: str, *, max_length: int = L, schedule=SCHEDULE, **loss_options):

@@ -249,6 +249,8 @@ def parse_prompt(task: StarTask, text: str) -> list[int]:
             raise ValueError(f"cannot read {piece!r} in the prompt: write edges as u>v, the question as source>>goal")
         if ">>" in piece and i < len(pieces) - 1:
             raise ValueError(f"{piece!r} must be the last word of the prompt, but {pieces[i + 1]!r} follows it")
+        if ">" in piece and len(prompt) % 2:
+            raise ValueError(f"{piece!r} follows a single node: write edges as u>v, or as pairs of nodes")
         for node in map(int, piece.replace(">>", ">").split(">")):
             if node >= task.num_ids:
                 raise ValueError(f"unknown node {node} in the prompt: the nodes are 0 to {task.num_ids - 1}")

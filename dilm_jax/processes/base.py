@@ -15,7 +15,7 @@ from dilm_jax.schedules import TimeSampler
 class Process(Protocol):
     """A noising process with its loss and samplers: a frozen dataclass without parameters.
 
-    `Targets` is the family's own pytree; only its `loss` reads it.
+    Targets are the family's own pytree; only its `loss` reads them.
     """
 
     READS_POSTERIOR: ClassVar[tuple[str, ...]]  # samplers that need the length posterior, not its mean alone
@@ -42,5 +42,5 @@ class Process(Protocol):
         ...
 
     def samplers(self, options: SamplingOptions) -> Mapping[str, Sampler]:
-        """Samplers by name; the first is the default."""
+        """Samplers by name."""
         ...

@@ -281,6 +281,7 @@ def test_text_forms():
     ("text", "message"),
     [
         ("", "the prompt is empty"),
+        ("5 0>1 3 0>>1", "'0>1' follows a single node"),
         ("0 1 2", "the prompt has 3 tokens, an odd number"),
         ("0>1 7>2 0>>2", "unknown node 7 in the prompt: the nodes are 0 to 5"),
         ("0 6", "unknown node 6"),
