@@ -34,7 +34,7 @@ class Run:
         """The task's full evaluation: the card (see `evals.card`) and one dict a sample. What is None is as in
         training. Raises ValueError for an unknown split, or more examples than it has."""
         sizes = self.config.eval
-        seed = self.config.seed if seed is None else seed
+        seed = int(self.config.seed if seed is None else seed)
         evaluator = evals.Evaluator(
             self.parts, self.mesh, sizes.batch_size, sizes.num_times if num_times is None else num_times
         )
