@@ -1,0 +1,166 @@
+"""The self-check holds, and planted faults do not pass it."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import children
+from dilm_jax import selfcheck
+
+SELFCHECK = "dilm_jax.selfcheck"
+
+
+def test_what_all_families_share_holds():
+    rows = list(selfcheck.check_all([]))
+    assert len(rows) == 5
+    assert all(row.holds for row in rows), [row for row in rows if not row.holds]
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--family=jont"], "--family=jont is not in the registry: it has joint, independent"),
+        (["--only=nonsense"], "--only=nonsense: no identity contains it"),
+    ],
+)
+def test_wrong_input_is_one_line(argv, says):
+    result = children.command(SELFCHECK, *argv).result()
+    assert result.code == 2 and result.err == f"error: {says}\n"
+
+
+@pytest.mark.slow
+def test_every_identity_holds(tmp_path):
+    result = children.command(SELFCHECK, f"--json={tmp_path / 'rows.json'}").result()
+    assert result.code == 0, result.out + result.err
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["family"] for row in rows} == {"all", "joint", "independent"}
+    assert all(row["holds"] for row in rows)
+
+
+# Family to check, file, source, what is put in its place, and the identity that must then not hold.
+FAULTS = {
+    "rate times ln r": (
+        "joint", "schedules.py",
+        "return self.sigma_min * jnp.exp(t * self._log_ratio)",
+        "return self.sigma_min * self._log_ratio * jnp.exp(t * self._log_ratio)",
+        "rate is the derivative",
+    ),
+    "twenty terms of S": (
+        "joint", "special.py",
+        "    start = int(max(n_max, np.ceil(2 * total_max))) + 64\n",
+        "    start = int(max(n_max, np.ceil(2 * total_max))) + 64\n"
+        "    n, k = jnp.arange(n_max + 1.0)[:, None], jnp.arange(20.0)\n"
+        "    terms = jax.lax.lgamma(n + 1) - jax.lax.lgamma(n + k + 1) + k * jnp.log(total)[..., None, None]\n"
+        "    return jax.nn.logsumexp(terms, axis=-1)\n",
+        "log S",
+    ),
+    "S without the log of its incomplete gamma": (
+        "joint", "special.py",
+        "    start = int(max(n_max, np.ceil(2 * total_max))) + 64\n",
+        "    start = int(max(n_max, np.ceil(2 * total_max))) + 64\n"
+        "    n, x = jnp.arange(n_max + 1.0), total[..., None]\n"
+        "    log_s = x + jax.lax.lgamma(n + 1) - n * jnp.log(x) + jax.scipy.special.gammainc(jnp.maximum(n, 1), x)\n"
+        "    return jnp.where(n > 0, log_s, x)\n",
+        "log S",
+    ),
+    "E[l] over S at E[l]": (
+        "joint", "processes/joint.py",
+        "        return losses.log_mean(log_p_left, jnp.where(empty, log_left - log_s, log_left))\n",
+        "        log_mean = losses.log_mean(log_p_left, log_left)\n"
+        "        at_mean = jax.vmap(lambda x, s: jnp.interp(x, jnp.arange(self.max_length + 1.0), s))\n"
+        "        return log_mean - jnp.where(empty[:, 0], at_mean(jnp.exp(log_mean), log_s), 0.0)\n",
+        "bound of the true rates",
+    ),
+    "token term without 1/S": (
+        "joint", "processes/joint.py",
+        "token = -jnp.exp(log_w_token - log_s_n) * log_p",
+        "token = -jnp.exp(log_w_token) * log_p",
+        "gradient 0 at the true posterior (elbo",
+    ),
+    "event with a head that has no more than its mean right": (
+        "joint", "processes/joint.py",
+        'READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap", "event")',
+        "READS_POSTERIOR: ClassVar[tuple[str, ...]] = ()",
+        "sampler event: share that a length head",
+    ),
+    "leap with a head that has no more than its mean right": (
+        "joint", "processes/joint.py",
+        'READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap", "event")',
+        "READS_POSTERIOR: ClassVar[tuple[str, ...]] = ()",
+        "sampler leap: share that a length head",
+    ),
+    "all gaps' numbers of insertions at once": (
+        "independent", "processes/independent.py",
+        '"event": Thinning(max_length=self.max_length, eps=self.eps, calls=options.calls, law=self, draw=draw_one),',
+        '"event": dataclasses.replace(grid(self._fire_probability, True), num_steps=1),',
+        "sampler event: total variation",
+    ),
+    "inner gaps of a run twice": (
+        "joint", "losses.py",
+        "before = jnp.where(first, log_p_at",
+        "before = jnp.where(link, log_p_at",
+        "insertions one by one",
+    ),
+    "the bound without [0, eps]": (
+        "joint", "likelihood.py",
+        "jnp.where(below, 2 * eps * root / share, weight",
+        "jnp.where(below, 0.0, weight",
+        "bound of the true rates",
+    ),
+    "noise that need not end empty (joint)": (
+        "joint", "processes/joint.py",
+        "rings = n + self._rings_beyond(k_all, n, total_1)",
+        "rings = jax.vmap(jax.random.poisson)(k_all, total_1)",
+        "corrupt_to_empty",
+    ),
+    "noise that need not end empty (independent)": (
+        "independent", "processes/independent.py",
+        "self._drop_prob(t) / self._drop_prob(jnp.ones_like(t))",
+        "self._drop_prob(t)",
+        "corrupt_to_empty",
+    ),
+    "true rates without the sum over equal letters": (
+        "joint", "likelihood.py",
+        "jnp.log(missing @ same.astype(jnp.float32))",
+        "jnp.log(missing)",
+        "insertions one by one",
+    ),
+    "Gumbel noise in bfloat16": (
+        "joint", "sampling.py",
+        "noise.reshape(logits.shape)",
+        "jax.lax.reduce_precision(noise, 8, 7).reshape(logits.shape)",
+        "drawn uniformly",
+    ),
+    "tokens clipped into the last column": (
+        "joint", "canvas.py",
+        '.at[row, old].set(values, mode="drop")',
+        '.at[row, old].set(values, mode="clip")',
+        "inserting into a canvas",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_fails(fault, tmp_path):
+    family, file, source, instead, identity = FAULTS[fault]
+    package = pathlib.Path(selfcheck.__file__).parent
+    shutil.copytree(package, tmp_path / "dilm_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    changed = tmp_path / "dilm_jax" / file
+    assert changed.read_text().count(source) == 1
+    changed.write_text(changed.read_text().replace(source, instead))
+
+    rows_file = tmp_path / "rows.json"
+    argv = [f"--family={family}", f"--only={identity}", f"--json={rows_file}"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-m", SELFCHECK, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    rows = json.loads(rows_file.read_text())
+    assert rows and not any(row["holds"] for row in rows), result.stdout
