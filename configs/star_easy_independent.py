@@ -2,7 +2,7 @@
 
 The paper's network and optimizer, with the exact kernel and a schedule that covers the answers:
 a token stays with probability 2e-5 at t = 1.
-`:paper` is the paper's setting to the letter (its only DILM-M schedule: a caption on OpenWebText), `:small` fits a
+`:paper` is the paper's setting (its only DILM-M schedule: a caption on OpenWebText), `:small` fits a
 CPU.
 """
 

@@ -2,7 +2,7 @@
 
 The paper's network and optimizer, with the exact kernel and a schedule that covers the answers:
 P(N_1 > 0) < 0.1% for the longest answers, 10 tokens.
-`:paper` is the paper's setting to the letter, `:small` fits a CPU.
+`:paper` is the paper's setting, `:small` fits a CPU.
 """
 
 from dilm_jax import config as config_lib

@@ -13,8 +13,8 @@ from dilm_jax import config
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parses the flags and runs `main`. A ValueError, which is how this package reports wrong input, and an OSError
-    (a file that cannot be written) become `error: …` on standard error and exit status 2."""
+    """Parses the flags and runs `main`. A ValueError, which is how this package reports wrong input, an OSError (a file
+    that cannot be written) and a lack of memory become `error: …` on standard error and exit status 2; Ctrl-C 130."""
     logging.getLogger("jax").setLevel(logging.WARNING)  # not which backends it looked for
 
     def guarded(argv: list[str]) -> None:
@@ -56,13 +56,10 @@ def _parse(argv: list[str]) -> list[str]:
         unknown, *near = [*re.findall(r"""['"](\w+)\\?['"]""", str(error)), "", ""]
         keys = {key for flag in argv for key in re.findall(r"\w+", flag.split("=")[0]) if flag.startswith("--config.")}
         if isinstance(error, KeyError | AttributeError) and unknown in keys:
-            fail(f"unknown config key {unknown!r}; did you mean {near[0] or _nearest_key(unknown)!r}?")
+            near = near[0] or config.nearest_key(config.default_config(), unknown)
+            fail(f"unknown config key {unknown!r}; did you mean {near!r}?")
         fail(f"--config or its overrides: {type(error).__name__}: {error}")
     return []
-
-
-def _nearest_key(name: str) -> str:
-    return config.nearest_key(config.default_config(), name)
 
 
 def required(name: str) -> str:

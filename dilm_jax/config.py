@@ -413,8 +413,9 @@ SMALL = {
     "train.checkpoint_every": 500,
 }
 
-# The paper's star graphs to the letter, its schedule aside, which each config adds. Network, optimizer and greedy
-# decoding are the defaults of every star config; warm-up follows the paper's table (the released code ignores it).
+# The paper's star graphs (README says what still differs), its schedule aside, which each config adds. Network,
+# optimizer and greedy decoding are the defaults of every star config; warm-up follows the paper's table (the released
+# code ignores it).
 STAR_PAPER = {
     "loss.kernel": "paper",
     "loss.length": "poisson_mean",

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import pathlib
 import subprocess
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import coverage, likelihood, sampling, sharding
+from dilm_jax import coverage, likelihood, metrics, sampling, sharding
 from dilm_jax.canvas import Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
@@ -101,9 +100,7 @@ class Evaluator:
     """Evaluates a split. The batch size, rounded up to fill the devices, is a matter of memory only."""
 
     def __init__(self, parts: Parts, mesh, batch_size: int, num_times: int):
-        num_shards = sharding.num_shards(mesh)
-        self._parts, self._mesh = parts, mesh
-        self._batch_size = -(-batch_size // num_shards) * num_shards
+        self._parts, self._mesh, self._batch_size = parts, mesh, sharding.fill_up(batch_size, mesh)
         self._sample = make_sampler(parts, mesh)
         self._process = parts.process if isinstance(parts.process, likelihood.Bounded) else None
         self._bound = make_bound(parts, self._process, mesh, num_times) if self._process else None
@@ -219,7 +216,7 @@ def commit() -> str:
 
 def write_card(directory: pathlib.Path, results: Mapping[str, Any]) -> None:
     """A number that is not finite becomes null."""
-    rows = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in results.items()}
+    rows = {name: metrics.or_null(value) for name, value in results.items()}
     (directory / "eval.json").write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
 
 

@@ -48,7 +48,7 @@ class MetricsWriter:
             return
         values = {key: _number(value) for key, value in metrics.items()}
         line = {"step": int(step), "time": time.time()}
-        line |= {key: value if math.isfinite(value) else None for key, value in values.items()}
+        line |= {key: or_null(value) for key, value in values.items()}
         self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())  # one write: never half a line
         for key, value in values.items():
             self._events.add_scalar(key, value, int(step))
@@ -177,6 +177,11 @@ def plot(workdir: str | os.PathLike) -> pathlib.Path:
     path = pathlib.Path(workdir) / CURVES
     figure.savefig(path, dpi=120)
     return path
+
+
+def or_null(value: Any) -> Any:
+    """None, JSON's null, in place of a float that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> int | float:

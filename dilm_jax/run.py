@@ -55,8 +55,7 @@ class Run:
 
         Raises ValueError for a prompt that is longer than the task's, or of other tokens than its own.
         """
-        num_shards = sharding.num_shards(self.mesh)
-        batch_size = -(-min(len(rows), self.config.eval.batch_size) // num_shards) * num_shards
+        batch_size = sharding.fill_up(min(len(rows), self.config.eval.batch_size), self.mesh)
         generated = []
         for first in range(0, len(rows), max(batch_size, 1)):
             generated += self._generate(rows[first : first + batch_size], first, batch_size)

@@ -37,7 +37,7 @@ from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.sampling import Filters, SamplingOptions
 from dilm_jax.schedules import LogLinear
-from dilm_jax.worlds import NUM_SPECIAL, Text, World, insert, insertions, missing, plain, prompted
+from dilm_jax.worlds import NUM_SPECIAL, Text, World, insert, insertions, missing, plain
 
 _ONLY = flags.DEFINE_string("only", "", "Only identities that contain this.")
 _FAMILY = flags.DEFINE_string("family", None, "The one to check; all unless given.")
@@ -185,7 +185,7 @@ def _alignment_error():
     posterior = np.asarray(alignment.gap_posterior(targets.x0, canvas), np.float64)
     error = 0.0
     for p, (text, dropped) in enumerate(world.pairs):
-        masks = _masks_to(text, world.states[world.pair_state[p]])
+        masks = world.masks_like(p)
         counts = np.zeros((S, L))
         for mask in masks:
             for k, (gap, _) in zip(mask, missing(text, mask), strict=True):
@@ -215,18 +215,8 @@ def _uniform_p_value():
 
 @functools.cache
 def small_world() -> World:
-    """All texts of up to three letters; answers of up to two after a frozen letter; infills of up to one between two
-    frozen letters; a text that is all frozen, without an open gap."""
-    letters = range(NUM_SPECIAL, V)
-    words = [word for n in range(L + 1) for word in itertools.product(letters, repeat=n)]
-    a, free = letters[0], [[(w, False) for w in word] for word in words]
-    prompts = [prompted([(a, True), *word], [False] + [True] * (len(word) + 1)) for word in free if len(word) < 3]
-    infills = [
-        prompted([(a, True), *word, (a, True)], [False] + [True] * (len(word) + 1) + [False])
-        for word in free
-        if len(word) < 2
-    ]
-    texts = [*map(plain, words), *prompts, *infills, prompted([(w, True) for w in letters], [False] * 3)]
+    """Every short text, prompts and infills included."""
+    texts = worlds.small_texts(NUM_LETTERS, L)
     return World(texts, np.random.default_rng(7).dirichlet(np.full(len(texts), 2.0)))
 
 
@@ -358,8 +348,7 @@ class Checked:
 
     def mask_probs(self, world: World, t: float, *, to_empty: bool) -> np.ndarray:
         """P(mask | text) [P] of each pair, if `to_empty` given that nothing is left at t = 1."""
-        n = np.array([len(text.free) for text, _ in world.pairs])
-        m = n - np.array([len(dropped) for _, dropped in world.pairs])
+        n, m = world.pair_n, world.pair_m
         kept = np.asarray(self.process.kept_probs(jnp.arange(K), jnp.float32(t)), np.float64)
         probs = kept[n, m] / scipy.special.comb(n, m)
         if to_empty:
@@ -397,7 +386,7 @@ class Checked:
         """Scores of the optimum at the world's states [B] and times [B]: the posterior of how many tokens are missing,
         and the insertions by the rate at which they happen. Nothing is missing from other canvases (state −1)."""
         tables = _Tables.of(world)
-        n, m = jnp.asarray(tables.n), jnp.asarray(tables.m)
+        n, m = jnp.asarray(world.pair_n), jnp.asarray(world.pair_m)
         kept = jax.vmap(lambda t: self.process.kept_probs(jnp.arange(K), t))(t)
         weight = jnp.asarray(tables.weight) * kept[:, n, m] * (jnp.asarray(world.pair_state) == state[:, None])
         weight = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
@@ -548,7 +537,7 @@ class Checked:
             for i, w in insertions(state, NUM_LETTERS):
                 y = insert(state, i, w)
                 model[y] = model.get(y, 0.0) + math.exp(log_rate[row, 1 + i, w])
-            masks = _masks_to(text, state)
+            masks = world.masks_like(row % num)
             for mask in masks:
                 for gap, w in missing(text, mask):
                     y = insert(state, gap - 1, w)
@@ -605,8 +594,7 @@ class Checked:
 
     def bound_below_exact(self):
         """For a network that is wrong in every state."""
-        world = plain_world()
-        exact = -np.log(self.law_of(wrong=True)[-1][[world.state_index[text] for text in world.texts]])
+        exact = -np.log(self.law_of(wrong=True)[-1][plain_world().text_state])
         return min(0.0, (self.bounds(wrong=True) - exact).min())
 
     # --- The chain backwards
@@ -643,7 +631,7 @@ class Checked:
         for i, t in enumerate(times):
             probs = law[world.pair_text] * self.mask_probs(world, t, to_empty=True)
             np.add.at(forward[i], world.pair_state, probs)
-        forward[-1, [world.state_index[text] for text in world.texts]] = law
+        forward[-1, world.text_state] = law
         return np.abs(self.law_of(wrong=False, times=times) - forward).max()
 
     def read_mean_only(self) -> list[str]:
@@ -683,7 +671,7 @@ class Checked:
         ½·Σ sqrt(2p(1−p)/πN), plus McDiarmid's sqrt(ln(1/P_VALUE)/2N); plus what the grid may cost."""
         world, allowance = plain_world(), 0.0 if name == "event" else GRID_ALLOWANCE
         law = np.zeros(len(world.states))
-        law[[world.state_index[text] for text in world.texts]] = self.start_law()
+        law[world.text_state] = self.start_law()
         drawn = self.draws(name, self.network(world))
         variation = 0.5 * np.abs(np.bincount(drawn, minlength=len(law)) / NUM_DRAWS - law).sum()
         mean = 0.5 * np.sqrt(2 * law * (1 - law) / (math.pi * NUM_DRAWS)).sum()
@@ -711,8 +699,6 @@ class _Tables:
     """A world's pairs as arrays."""
 
     canvas: Canvas  # of each state
-    n: np.ndarray  # [P] free tokens of the text
-    m: np.ndarray  # [P] that are left
     weight: np.ndarray  # [P] p(text), over the number of masks that leave as many
     num_left: np.ndarray  # [P, K] one-hot
     left_in_gap: np.ndarray  # [P, S, K] one-hot
@@ -722,8 +708,6 @@ class _Tables:
     @functools.cache
     def of(world: World) -> "_Tables":
         P = len(world.pairs)
-        n = np.array([len(text.free) for text, _ in world.pairs])
-        m = n - np.array([len(dropped) for _, dropped in world.pairs])
         counts, left_in_gap = np.zeros((P, S, V), np.float32), np.zeros((P, S, K), np.float32)
         for p, pair in enumerate(world.pairs):
             for gap, w in missing(*pair):
@@ -733,20 +717,11 @@ class _Tables:
             canvas = _canvas(world.states, L)
         return _Tables(
             canvas=canvas,
-            n=n,
-            m=m,
-            weight=(world.law[world.pair_text] / scipy.special.comb(n, m)).astype(np.float32),
-            num_left=(np.arange(K) == (n - m)[:, None]).astype(np.float32),
+            weight=(world.law[world.pair_text] / scipy.special.comb(world.pair_n, world.pair_m)).astype(np.float32),
+            num_left=(np.arange(K) == (world.pair_n - world.pair_m)[:, None]).astype(np.float32),
             left_in_gap=left_in_gap,
             missing=counts,
         )
-
-
-def _masks_to(text: Text, state: Text) -> list[tuple[int, ...]]:
-    """The dropped positions that turn `text` into `state`."""
-    world = small_world() if text in small_world().texts else plain_world()
-    return [d for (other, d), x in zip(world.pairs, world.pair_state, strict=True)
-            if other == text and world.states[x] == state]  # fmt: skip
 
 
 def _scores(table: dict, entry) -> Scores:

@@ -42,6 +42,11 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def fill_up(num_rows: int, mesh: Mesh) -> int:
+    """The least batch size that holds so many rows and splits evenly."""
+    return -(-num_rows // num_shards(mesh)) * num_shards(mesh)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 

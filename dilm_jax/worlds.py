@@ -84,11 +84,31 @@ def missing(text: Text, dropped: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(1 + sum(j not in dropped for j in range(k)), text.tokens[k]) for k in dropped]
 
 
+def small_texts(num_letters: int, max_length: int) -> list[Text]:
+    """All texts of up to `max_length` letters; answers, one letter shorter, after a frozen letter; infills, two letters
+    shorter, between two frozen letters; a text that is all frozen, without an open gap."""
+    letters = range(NUM_SPECIAL, NUM_SPECIAL + num_letters)
+    a, words = letters[0], [word for n in range(max_length + 1) for word in itertools.product(letters, repeat=n)]
+    free = [[(w, False) for w in word] for word in words]
+    prompts = [
+        prompted([(a, True), *word], [False] + [True] * (len(word) + 1)) for word in free if len(word) < max_length
+    ]
+    infills = [
+        prompted([(a, True), *word, (a, True)], [False] + [True] * (len(word) + 1) + [False])
+        for word in free
+        if len(word) < max_length - 1
+    ]
+    closed = prompted([(w, True) for w in letters], [False] * (num_letters + 1))
+    return [*map(plain, words), *prompts, *infills, closed]
+
+
 class World:
     """Texts with a law over them; `states` are all they can be noised to, `pairs` all (text, dropped positions).
 
     Attributes:
       pair_text, pair_state: [P] index of each pair's text and of what is left of it.
+      pair_n, pair_m: [P] free tokens of each pair's text, and how many of them are left.
+      text_state: [T] index of each text among the states.
     """
 
     def __init__(self, texts: list[Text], law: np.ndarray):
@@ -104,6 +124,14 @@ class World:
         self.state_index = {state: i for i, state in enumerate(self.states)}
         self.pair_text = np.array(pair_text)
         self.pair_state = np.array([self.state_index[state] for state in results])
+        self.pair_n = np.array([len(text.free) for text, _ in self.pairs])
+        self.pair_m = self.pair_n - np.array([len(dropped) for _, dropped in self.pairs])
+        self.text_state = np.array([self.state_index[text] for text in texts])
+
+    def masks_like(self, p: int) -> list[tuple[int, ...]]:
+        """The dropped positions that leave of pair p's text what pair p leaves of it."""
+        alike = (self.pair_text == self.pair_text[p]) & (self.pair_state == self.pair_state[p])
+        return [self.pairs[q][1] for q in np.flatnonzero(alike)]
 
 
 # --- Arrays ----------------------------------------------------------------------------------------------------------

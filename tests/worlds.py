@@ -4,7 +4,6 @@ All truths are float64 and computed from the definitions: the Kolmogorov equatio
 """
 
 import functools
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -130,19 +129,7 @@ def log_p_left(length_logits: np.ndarray, state: Text) -> np.ndarray:
 
 @functools.cache
 def small_world() -> World:
-    """All texts of up to three letters; answers of up to two after a frozen letter; infills of up to one between two
-    frozen letters; a text that is all frozen, without an open gap."""
-    a = LETTERS[0]
-    words = [word for n in range(L + 1) for word in itertools.product(LETTERS, repeat=n)]
-    free = [[(w, False) for w in word] for word in words]
-    prompts = [prompted([(a, True), *word], [False] + [True] * (len(word) + 1)) for word in free if len(word) < 3]
-    infills = [
-        prompted([(a, True), *word, (a, True)], [False] + [True] * (len(word) + 1) + [False])
-        for word in free
-        if len(word) < 2
-    ]
-    closed = prompted([(w, True) for w in LETTERS], [False] * 3)
-    return World([*map(plain, words), *prompts, *infills, closed], seed=7)
+    return World(worlds.small_texts(len(LETTERS), L), seed=7)
 
 
 # --- Arrays ----------------------------------------------------------------------------------------------------------
