@@ -139,10 +139,11 @@ class Evaluator:
         return {f"eval/{name}": value for name, value in results.items()}, samples
 
 
-def coverage_warning(parts: Parts, split: str, num: int = 1000) -> str | None:
-    """One line if the schedule does not cover the first texts of a split (see coverage.py)."""
+def likelihood_note(parts: Parts, split: str, num: int = 1000) -> str | None:
+    """One line if the family has no likelihood bound, or its schedule does not cover the first texts of a split (see
+    coverage.py)."""
     if not isinstance(parts.process, likelihood.Bounded):
-        return None
+        return f"{type(parts.process).__name__} has no likelihood bound: none is printed"
     source = parts.sources[split]
     rows = [source[i] for i in range(min(num, len(source)))]
     return coverage.warning(parts.process, [int(row["length"] - row["frozen"].sum()) for row in rows])

@@ -29,7 +29,7 @@ def main() -> None:
     run = dilm_jax.load(cli.required("workdir"), _CHECKPOINT.value, **sampling)
     card, samples = run.evaluate(_SPLIT.value, _NUM.value, _SEED.value, _TIMES.value)
     print(evals.format_card(card))
-    if line := evals.coverage_warning(run.parts, _SPLIT.value):
+    if line := evals.likelihood_note(run.parts, _SPLIT.value):
         print(line)
     evals.write_card(run.workdir, card)
     evals.write_samples(run.workdir / "samples" / f"{_SPLIT.value}.jsonl", samples)

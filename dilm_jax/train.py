@@ -195,7 +195,7 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
         progress.note(describe(config, parts, state, mesh, start, workdir))
         if init_from is not None and start > 0:
             progress.note(f"{workdir} has a checkpoint: parameters come from there, not from {init_from}")
-        if line := evals.coverage_warning(parts, "train"):
+        if line := evals.likelihood_note(parts, "train"):
             progress.note(line)
         return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
 

@@ -7,6 +7,7 @@ array types are those of the code under test. No process may be known here.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,8 @@ def small_texts(num_letters: int, max_length: int) -> list[Text]:
 
 
 class World:
-    """Texts with a law over them; `states` are all they can be noised to, `pairs` all (text, dropped positions).
+    """Texts with a law over them; `states` are all they can be noised to, and those given; `pairs` all (text, dropped
+    positions).
 
     Attributes:
       pair_text, pair_state: [P] index of each pair's text and of what is left of it.
@@ -111,7 +113,7 @@ class World:
       text_state: [T] index of each text among the states.
     """
 
-    def __init__(self, texts: list[Text], law: np.ndarray):
+    def __init__(self, texts: list[Text], law: np.ndarray, also: Sequence[Text] = ()):
         self.texts, self.law = texts, law
         self.pairs, pair_text, results = [], [], []
         for index, text in enumerate(texts):
@@ -120,7 +122,7 @@ class World:
                 self.pairs.append((text, dropped))
                 pair_text.append(index)
                 results.append(functools.reduce(delete, reversed(dropped), text))
-        self.states = list(dict.fromkeys(results))
+        self.states = list(dict.fromkeys([*results, *also]))
         self.state_index = {state: i for i, state in enumerate(self.states)}
         self.pair_text = np.array(pair_text)
         self.pair_state = np.array([self.state_index[state] for state in results])

@@ -12,6 +12,7 @@ import pytest
 import children
 import dilm_jax
 from dilm_jax import config as config_lib
+from dilm_jax import evals
 from dilm_jax.data import star
 
 CONFIGS = sorted((children.ROOT / "configs").glob("*.py"))
@@ -293,3 +294,21 @@ def test_evaluation_counts_every_example_once(smoke_runs):
     assert [sample["index"] for sample in samples] == list(range(11))
     for name in ("exact_match", "token_accuracy", "length_match", "nfe"):
         assert card[f"eval/{name}"] == pytest.approx(sum(sample[name] for sample in samples) / 11)
+
+
+class Unbounded:
+    """A family with what the seam asks for and no more."""
+
+    OFFERS = ("READS_POSTERIOR", "spec", "vocabulary", "times", "corrupt", "loss", "samplers")
+
+    def __init__(self, process):
+        for name in self.OFFERS:
+            setattr(self, name, getattr(process, name))
+
+
+def test_a_family_without_a_likelihood_bound_says_so(smoke_runs):
+    run = dilm_jax.load(str(smoke_runs["joint"]))
+    run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, process=Unbounded(run.parts.process)))
+    card, _ = run.evaluate("valid", 8)
+    assert not any("nelbo" in name or "nonempty" in name for name in card) and "eval/exact_match" in card
+    assert evals.likelihood_note(run.parts, "valid") == "Unbounded has no likelihood bound: none is printed"

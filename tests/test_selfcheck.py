@@ -10,7 +10,9 @@ import sys
 import pytest
 
 import children
-from dilm_jax import selfcheck
+from dilm_jax import canvas, selfcheck
+from dilm_jax.processes.independent import Independent
+from dilm_jax.processes.registry import PROCESSES
 
 SELFCHECK = "dilm_jax.selfcheck"
 
@@ -31,6 +33,23 @@ def test_what_all_families_share_holds():
 def test_wrong_input_is_one_line(argv, says):
     result = children.command(SELFCHECK, *argv).result()
     assert result.code == 2 and result.err == f"error: {says}\n"
+
+
+class FirstOnes(Independent):
+    """Deletes as many tokens as it should, but the first ones."""
+
+    def _drop(self, key, probability, x0, t):
+        made, targets = super()._drop(key, probability, x0, t)
+        first = x0.free & (x0.free.cumsum(-1) <= targets.num_dropped[:, None])
+        made, gap = canvas.drop_tokens(x0, first, self.vocabulary)
+        return made, targets.replace(dropped=first, gap=gap)
+
+
+def test_a_wrong_process_of_ones_own_is_found(monkeypatch):
+    monkeypatch.setitem(PROCESSES, "mine", FirstOnes)
+    rows = [row for row in selfcheck.check_all(["mine"], "draws every mask") if row.family == "mine"]
+    assert [row.holds for row in rows] == [False, False]
+    assert all(row.holds for row in selfcheck.check_all(["mine"], "noise: P(m of n left)"))
 
 
 @pytest.mark.slow
