@@ -30,6 +30,7 @@ from dilm_jax import alignment, cli, schedules
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Transformer
 from dilm_jax.canvas import Example, Vocabulary
+from dilm_jax.data import loader
 from dilm_jax.data.star import TASKS, StarSource
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
@@ -82,8 +83,7 @@ def star_easy() -> Corpus:
     task = TASKS["easy"]
     source = StarSource(task=task, split="train", seed=0)
     rows = [source[i] for i in range(4000)]
-    texts = Example(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
-    return Corpus(texts, task.vocabulary, (3.0, 60.0))
+    return Corpus(Example(**loader.stack(rows)), task.vocabulary, (3.0, 60.0))
 
 
 def sentences(lines: list[str], max_length: int) -> Corpus:
@@ -105,16 +105,18 @@ def word_pieces(lines: list[str], max_length: int) -> Corpus:
 
 def _texts(ids: list[list[int]], L: int) -> Example:
     """Every token free, every gap open. Texts that do not fit are left out."""
-    ids = [row for row in ids if len(row) <= L]
-    tokens = np.array([row + [0] * (L - len(row)) for row in ids], np.int32)
-    length = np.array([len(row) for row in ids], np.int32)
-    return Example(
-        tokens=tokens,
-        length=length,
-        frozen=np.zeros(tokens.shape, bool),
-        open_gap=np.arange(L + 1) <= length[:, None],
-        num_bytes=np.zeros(len(ids), np.int32),
-    )
+    rows = [
+        {
+            "tokens": np.array(row + [0] * (L - len(row)), np.int32),
+            "length": np.array(len(row), np.int32),
+            "frozen": np.zeros(L, bool),
+            "open_gap": np.arange(L + 1) <= len(row),
+            "num_bytes": np.array(0, np.int32),
+        }
+        for row in ids
+        if len(row) <= L
+    ]
+    return Example(**loader.stack(rows))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,13 +199,9 @@ def insert_tokens(
     B, S = insert.shape
     row = jnp.arange(B)[:, None]
     insert = insert & canvas.open_gap & canvas.occupied
-    num_free_columns = S - canvas.length
-    truncated = insert.sum(-1) > num_free_columns
-    insert = choose(key, insert, num_free_columns)
-
-    shift = jnp.cumsum(insert, axis=-1)
-    old = jnp.where(canvas.occupied, jnp.arange(S) + shift - insert, S)
-    new = jnp.where(insert, jnp.arange(S) + shift, S)
+    truncated = insert.sum(-1) > S - canvas.length
+    insert = choose(key, insert, S - canvas.length)
+    old, new = columns_after(canvas, insert)
 
     def place(values, at_pad, at_new):
         moved = jnp.full_like(values, at_pad).at[row, old].set(values, mode="drop")
@@ -223,6 +219,16 @@ def insert_tokens(
     )
 
 
+def columns_after(canvas: Canvas, insert: Bool[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """The columns that the tokens of a canvas move to, and those of the tokens inserted into its gaps; S for none."""
+    S = insert.shape[-1]
+    shift = jnp.cumsum(insert, axis=-1)
+    return (
+        jnp.where(canvas.occupied, jnp.arange(S) + shift - insert, S),
+        jnp.where(insert, jnp.arange(S) + shift, S),
+    )
+
+
 def choose(key: Key[Array, " B"], eligible: Bool[Array, "B N"], count: Int[Array, " B"]) -> Bool[Array, "B N"]:
     """A uniformly random subset of `count` eligible entries of each row (all of them if there are fewer).
 
@@ -235,6 +241,11 @@ def choose(key: Key[Array, " B"], eligible: Bool[Array, "B N"], count: Int[Array
     rank_key = jnp.where(eligible, rank_key, jnp.uint32(0xFFFFFFFF))
     threshold = jnp.take_along_axis(jnp.sort(rank_key, axis=-1), jnp.clip(count - 1, 0, N - 1)[:, None], axis=-1)
     return eligible & (rank_key <= threshold) & (count > 0)[:, None]
+
+
+def room(canvas: Canvas, max_length: int) -> Int[Array, " B"]:
+    """How many tokens still fit a text of `max_length` content tokens (whatever the canvas's size)."""
+    return max_length + NUM_SPECIAL_COLUMNS - canvas.length
 
 
 def split_keys(key: Key[Array, " B"], num: int) -> tuple[Key[Array, " B"], ...]:

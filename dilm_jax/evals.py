@@ -19,6 +19,7 @@ from dilm_jax import coverage, likelihood, metrics, sampling, sharding
 from dilm_jax.canvas import Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
+from dilm_jax.request import Request
 
 
 @struct.dataclass
@@ -30,6 +31,7 @@ class Samples:
     nfe: Int[Array, " B"]  # network calls
     saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
     truncated: Bool[Array, " B"]  # an insertion was left out: the canvas was full
+    group: Int[Array, "B S"] | None  # of each gap, under a request
 
 
 def network(parts: Parts, mesh) -> Callable:
@@ -61,21 +63,24 @@ def row_keys(seed: UInt[Array, " B"], index: Int[Array, " B"]) -> jax.Array:
 
 
 def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
-    """Jitted (params, examples, seed [B], index [B]) → Samples: deletes what is free and generates it anew.
+    """Jitted (params, examples, seed [B], index [B], request or None) → Samples: deletes what is free and generates it
+    anew; under a request what is free is a context, and stays.
 
-    Row b depends on (seed[b], index[b]) and its own prompt alone.
+    Row b depends on (seed[b], index[b]), its own prompt and its request alone.
     """
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
     apply = network(parts, mesh)
     rows = sharding.batch_sharding(mesh)
 
-    @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
-    def sample(params, x0: Example, seed, index) -> Samples:
+    @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows, rows), out_shardings=rows)
+    def sample(params, x0: Example, seed, index, request: Request | None) -> Samples:
         key = row_keys(seed, index)
-        prompt, _ = canvas_lib.drop_tokens(x0, x0.free, parts.process.vocabulary)
-        state = sampling.generate(functools.partial(apply, params), sampler, key, prompt, parts.filters)
+        goes = x0.free if request is None else jnp.zeros_like(x0.free)
+        prompt, _ = canvas_lib.drop_tokens(x0, goes, parts.process.vocabulary)
+        state = sampling.generate(functools.partial(apply, params), sampler, key, prompt, parts.filters, request)
         tokens, length = sampler.decode(state.canvas)
-        return Samples(tokens, length, state.nfe, state.saturated, state.truncated)
+        group = None if state.request is None else state.request.group
+        return Samples(tokens, length, state.nfe, state.saturated, state.truncated, group)
 
     return sample
 
@@ -122,7 +127,7 @@ class Evaluator:
             index = np.arange(self._batch_size) + step * self._batch_size
             local = jax.tree.map(lambda x: x[rows], (reference, np.full(index.shape, seed, np.uint32), index))
             inputs = sharding.put_batch(local, self._mesh, self._batch_size)
-            drawn = multihost_utils.process_allgather(self._sample(params, *inputs), tiled=True)
+            drawn = multihost_utils.process_allgather(self._sample(params, *inputs, None), tiled=True)
             scores = star.score(reference, drawn.tokens, drawn.length)
             real = np.flatnonzero(batches.weight(step))
             for b in real:

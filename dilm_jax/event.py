@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas
-from dilm_jax.sampling import Filters, Insertions, begin, move
+from dilm_jax.sampling import Filters, Insertions, begin, conditioned, move
 
+SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
 Times = Float[Array, " B"]
 # (key, scores, canvas, fire [B], filters) → one insertion a row that fires, at most: insert [B, S] and tokens [B, S].
 DrawOne = Callable[[Any, Scores, Canvas, Bool[Array, " B"], Filters], tuple[Array, Array]]
@@ -26,12 +27,17 @@ DrawOne = Callable[[Any, Scores, Canvas, Bool[Array, " B"], Filters], tuple[Arra
 
 @struct.dataclass
 class Clock:
-    """`carry` of OrderStatistics."""
-
     time: Float[Array, " B"]  # of the last event or proposal
     # The next call is at a canvas not seen at this time: it proposes, and inserts only in OrderStatistics with calls=1
     # or, in Thinning, below eps.
     fresh: Bool[Array, " B"]
+
+
+@struct.dataclass
+class Searching(Clock):
+    """`carry` of OrderStatistics."""
+
+    rounds: Int[Array, " B"]  # still to go in the search for the time of a context
 
 
 @struct.dataclass
@@ -48,6 +54,9 @@ class OrderStatistics:
     At (x, t) the length head gives l, and `next_time` the time s of the first of l insertions; l = 0 ends the row. The
     gap and the token come from the network at (x, s), the next l from the one at (x', s): two calls a token, exact.
     With calls=1 gap and token come from the call at (x, t): an approximation.
+
+    A request's free tokens are a context that noise could have left at any time, which t = 1 would make far too late:
+    its time is drawn first, by `time_of` given l and l given the time in turn (docs/MATH.md 6d).
     """
 
     max_length: int
@@ -55,20 +64,30 @@ class OrderStatistics:
     calls: int
     log_p_left: Callable[[Scores, Canvas], Float[Array, "B K"]]
     next_time: Callable[[Any, Canvas, Int[Array, " B"], Times], Times]  # (key, canvas, l, t) → s
+    time_of: Callable[[Any, Int[Array, " B"]], Times]  # (key, l) → t of a canvas from which l tokens are missing
     draw: DrawOne
 
     decode = staticmethod(canvas_lib.content)
 
-    def start(self, key, canvas):
+    def start(self, key, canvas, request=None):
         at_one = jnp.ones(canvas.length.shape, jnp.float32)
-        return begin(key, canvas, self.max_length, carry=Clock(time=at_one, fresh=at_one > 0))
+        rounds = SEARCH_ROUNDS * (canvas.num_free > 0) * (request is not None)
+        return begin(
+            key, canvas, request, self.max_length, carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds)
+        )
 
     def advance(self, scores, state, filters):
         k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
-        canvas, clock, active = state.canvas, state.carry, ~state.done
-        left = jax.vmap(jax.random.categorical)(k_left, self.log_p_left(scores, canvas))
-        due = active & clock.fresh & (left > 0)
+        of_all = self.log_p_left(scores, state.canvas)
+        scores, canvas, state = conditioned(scores, state, self.max_length)
+        clock, active = state.carry, ~state.done
+        searching = clock.rounds > 0
+        log_p = jnp.where(searching[:, None], of_all, self.log_p_left(scores, canvas))
+        left = jax.vmap(jax.random.categorical)(k_left, log_p)
+        due = active & clock.fresh & (left > 0) & ~searching
         time = jnp.where(due, self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time), clock.time)
+        if state.request is not None:
+            time = jnp.where(active & searching, self.time_of(k_time, left), time)
 
         fire = due if self.calls == 1 else active & ~clock.fresh
         insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
@@ -77,10 +96,14 @@ class OrderStatistics:
             k_place,
             Insertions(insert=insert, tokens=tokens, saturated=jnp.zeros_like(fire)),
             self.max_length,
-            finished=clock.fresh & (left == 0),
+            finished=clock.fresh & (left == 0) & ~searching,
             clock=jnp.maximum(time, self.eps),
             next_key=k_next,
-            carry=Clock(time=time, fresh=clock.fresh if self.calls == 1 else ~clock.fresh),
+            carry=Searching(
+                time=time,
+                fresh=clock.fresh if self.calls == 1 else ~clock.fresh | searching,
+                rounds=jnp.maximum(clock.rounds - 1, 0),
+            ),
         )
 
 
@@ -108,8 +131,9 @@ class Thinning:
     From (x, t) with Δl missing, M(s) = M(t)·U^{1/Δl} is proposed; at (x, s) it is accepted with probability
     Δl(x, s)/Δl(x, t), else the next proposal comes from there. After an insertion the network is called at (x', s): two
     calls a token, exact. With calls=1 the next proposal is drawn by Δl(x, s) instead, still exact wherever that is at
-    least Δl(x', s'). A ratio above 1 cannot be made up for: it is counted as saturated. Below eps the rate is the one
-    at eps, constant, so that events are drawn directly, one call each.
+    least Δl(x', s'). Where a request closes gaps, Δl of all of them proposes and Δl of the open ones accepts: the sum
+    over some gaps need not fall as t falls. A ratio above 1 cannot be made up for: it is counted as saturated. Below
+    eps the rate is the one at eps, constant, so that events are drawn directly, one call each.
     """
 
     max_length: int
@@ -120,26 +144,28 @@ class Thinning:
 
     decode = staticmethod(canvas_lib.content)
 
-    def start(self, key, canvas):
+    def start(self, key, canvas, request=None):
         at_one = jnp.ones(canvas.length.shape, jnp.float32)
-        return begin(key, canvas, self.max_length, carry=Proposal(time=at_one, fresh=at_one > 0, bound=at_one))
+        return begin(key, canvas, request, self.max_length, carry=Proposal(time=at_one, fresh=at_one > 0, bound=at_one))
 
     def advance(self, scores, state, filters):
         k_accept, k_wait, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
-        canvas, pending, active = state.canvas, state.carry, ~state.done
+        scores, canvas, state = conditioned(scores, state, self.max_length)
+        pending, active = state.carry, ~state.done
         below = pending.time <= self.eps
         wait = jax.vmap(jax.random.exponential)(k_wait)
-        expected = self.law.expected_left(scores, canvas)
+        expected, of_all = (self.law.expected_left(scores, x) for x in (canvas, state.canvas))
+        owed = jnp.zeros_like(below) if state.request is None else state.request.least > 0
 
         constant_rate = self.law.coefficient(jnp.full_like(pending.time, self.eps)) * expected
         time_below = pending.time - wait / jnp.maximum(constant_rate, 1e-30)
         uniform = jax.vmap(jax.random.uniform)(k_accept)
         accept = ~pending.fresh & (uniform * pending.bound < expected)
-        fire = active & jnp.where(below, time_below > 0, accept)
+        fire = active & jnp.where(below, (time_below > 0) | owed, accept)
         insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
 
         proposes = active & ~below & (~accept | (self.calls == 1))
-        proposed = self.law.earlier(pending.time, -wait / jnp.maximum(expected, 1e-30))
+        proposed = self.law.earlier(pending.time, -wait / jnp.maximum(of_all, 1e-30))
         time = jnp.where(proposes, jnp.maximum(proposed, self.eps), pending.time)
         time = jnp.where(active & below, jnp.maximum(time_below, 0.0), time)
         too_many = ~below & ~pending.fresh & (expected > pending.bound * (1 + 1e-4))
@@ -151,5 +177,5 @@ class Thinning:
             finished=below & ~fire,
             clock=jnp.maximum(time, self.eps),
             next_key=k_next,
-            carry=Proposal(time=time, fresh=~proposes, bound=expected),
+            carry=Proposal(time=time, fresh=~proposes, bound=of_all),
         )

@@ -1,8 +1,10 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
---input=FILE.jsonl] [--sampler=… --steps=… --calls=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
+--infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…] [--sampler=…
+--steps=… --calls=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
 
 Without a prompt the graphs come from the test split, and paths that are not the answer are marked. With --output
-the rows are written as jsonl instead; rows of --input are `{"prompt": …, "id": …, "seed": …}`, the last two optional.
+the rows are written as jsonl instead; rows of --input are `{"prompt" or "infill": …, "id": …, "seed": …, "length": …,
+"max_length": …}`, all but the first optional.
 """
 
 import json
@@ -21,6 +23,11 @@ _NUM = flags.DEFINE_integer(
     "num", None, "Samples of a prompt, or graphs of the test split; 8 unless given.", lower_bound=1
 )
 _PROMPT = flags.DEFINE_string("prompt", None, "Edges u>v, then source>>goal.")
+_INFILL = flags.DEFINE_string(
+    "infill", None, "A prompt, then an answer with gaps: [GAP] for any number of tokens, [GAP:2-5] for 2 to 5."
+)
+_LENGTH = flags.DEFINE_integer("length", None, "Tokens of the whole text, exactly.", lower_bound=0)
+_MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of the whole text, at most.", lower_bound=0)
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
 _SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
@@ -33,9 +40,11 @@ _TOP_P = flags.DEFINE_float("top_p", None, "Of the token; 1 is off.")
 
 
 def main() -> None:
-    if _INPUT.value is not None and (_PROMPT.value is not None or _NUM.value is not None):
-        other = "num" if _PROMPT.value is None else "prompt"
-        raise ValueError(f"--{other} and --input exclude each other; give one")
+    given = [flag.name for flag in (_PROMPT, _INFILL, _NUM, _INPUT) if flag.value is not None]
+    if len(given) > 1 and (_INPUT.value is not None or {"prompt", "infill"} <= set(given)):
+        raise ValueError(f"--{given[0]} and --{given[1]} exclude each other; give one")
+    if _LENGTH.value is not None and _MAX_LENGTH.value is not None:
+        raise ValueError("--length and --max_length exclude each other; give one")
     run = dilm_jax.load(
         cli.required("workdir"),
         _CHECKPOINT.value,
@@ -51,15 +60,25 @@ def main() -> None:
         rows = read_rows(task, pathlib.Path(_INPUT.value))
     elif _PROMPT.value is not None:
         rows = [{"prompt": star.parse_prompt(task, _PROMPT.value)}] * num
+    elif _INFILL.value is not None:
+        rows = [parse_infill(task, _INFILL.value)] * num
     else:
         rows, answers = test_rows(run.parts.sources["test"], num)
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).open("a").close()  # better an error now than after the work
-    generated = run.generate([{"seed": _SEED.value} | row for row in rows])
+    asked = {"seed": _SEED.value, "length": _LENGTH.value, "max_length": _MAX_LENGTH.value}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    generated = run.generate([asked | row for row in rows])
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text("".join(json.dumps(row) + "\n" for row in generated))
     else:
         print(format_rows(generated, answers))
+
+
+def parse_infill(task: star.StarTask, text: str) -> dict[str, Any]:
+    """As `Run.generate` takes it."""
+    prompt, answer, gaps = star.parse_infill(task, text)
+    return {"prompt": prompt, "answer": answer, "gaps": gaps}
 
 
 def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
@@ -74,16 +93,24 @@ def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-                raise ValueError('expected an object with a string "prompt"')
-            if unknown := sorted(row.keys() - {"prompt", "id", "seed"}):
-                raise ValueError(f"unknown key {unknown[0]!r}; a row has prompt, id, seed")
-            if type(row.get("seed", 0)) is not int or not 0 <= row.get("seed", 0) < 2**32:
-                raise ValueError(f"seed {row['seed']!r} is not an integer in [0, 2^32)")
-            rows.append(row | {"prompt": star.parse_prompt(task, row["prompt"])})
+            kinds = [name for name in ("prompt", "infill") if isinstance(row, dict) and isinstance(row.get(name), str)]
+            if len(kinds) != 1:
+                raise ValueError('expected an object with a string "prompt" or a string "infill"')
+            if unknown := sorted(row.keys() - {*kinds, *_ROW_LIMITS, "id"}):
+                raise ValueError(f"unknown key {unknown[0]!r}; a row has {kinds[0]}, id, {', '.join(_ROW_LIMITS)}")
+            for name, limit in _ROW_LIMITS.items():
+                if type(row.get(name, 0)) is not int or not 0 <= row.get(name, 0) < limit:
+                    raise ValueError(f"{name} {row[name]!r} is not an integer in [0, {limit})")
+            if kinds == ["prompt"]:
+                rows.append(row | {"prompt": star.parse_prompt(task, row["prompt"])})
+            else:
+                rows.append(row | parse_infill(task, row["infill"]))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     return rows
+
+
+_ROW_LIMITS = {"seed": 2**32, "length": 2**31, "max_length": 2**31}
 
 
 def test_rows(source: star.StarSource, num: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -99,10 +126,11 @@ def format_rows(rows: list[dict[str, Any]], answers: list[str] | None) -> str:
     """A block a row: the graph, the path, and whether it is the right one."""
     blocks = []
     for i, row in enumerate(rows):
-        verdict = "" if answers is None else "  right" if row["spans"][0] == answers[i] else f"  wrong: {answers[i]}"
+        path = row["text"][len(row["prompt"]) :].strip()
+        verdict = "" if answers is None else "  right" if path == answers[i] else f"  wrong: {answers[i]}"
         counts = [f"{row['nfe']} network calls"]
         counts += [f"{row['saturated']} moves saturated"] * (row["saturated"] > 0) + ["truncated"] * row["truncated"]
-        blocks.append(f"graph  {row['prompt']}\npath   {row['spans'][0]}{verdict}  ({', '.join(counts)})")
+        blocks.append(f"graph  {row['prompt']}\npath   {path}{verdict}  ({', '.join(counts)})")
     return "\n\n".join(blocks)
 
 

@@ -185,15 +185,10 @@ def put_run_sums(
 # --- Length heads ----------------------------------------------------------------------------------------------------
 
 
-def log_length_probs(logits: Float[Array, "*B K"], free_cells: Int[Array, "*B"]) -> Float[Array, "*B K"]:
+def log_length_probs(logits: Float[Array, "*B K"], room: Int[Array, "*B"]) -> Float[Array, "*B K"]:
     """log p(l), l = 0..K−1, with the l that would not fit masked out."""
-    feasible = jnp.arange(logits.shape[-1]) <= free_cells[..., None]
+    feasible = jnp.arange(logits.shape[-1]) <= room[..., None]
     return jax.nn.log_softmax(jnp.where(feasible, logits, NEG_INF), axis=-1)
-
-
-def free_cells(canvas: Canvas, num_lengths: int) -> Int[Array, " B"]:
-    """How many tokens still fit a text of num_lengths − 1 content tokens (whatever the canvas's size)."""
-    return num_lengths - 1 - (canvas.length - canvas_lib.NUM_SPECIAL_COLUMNS)
 
 
 def log_mean(log_p: Float[Array, "*B K"], log_value: Float[Array, "*#B K"]) -> Float[Array, "*B"]:

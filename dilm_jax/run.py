@@ -9,12 +9,14 @@ import jax
 import ml_collections
 import numpy as np
 
-from dilm_jax import canvas, evals, sharding, train
+from dilm_jax import canvas, evals, request, sharding, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
+
+ASKS = {"gaps", "length", "max_length"}  # keys of a row that ask for more than to complete its prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,18 +45,23 @@ class Run:
         return card, samples
 
     def generate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Completes prompts.
+        """Completes prompts and fills gaps.
 
         Args:
-          rows: dicts of `prompt` (tokens of the task, see `star.parse_prompt`), and optionally `id`, and `seed` of
-            the row (0 unless given). A row depends on its seed, its place in the list and its prompt alone.
+          rows: dicts of `prompt` (tokens of the task, see `star.parse_prompt`); optionally `answer` and `gaps`, what is
+            there of an answer and where tokens may go into it (see `star.parse_infill`; without them anywhere after the
+            prompt); `length` or `max_length` of the whole text in tokens; `id`, and `seed` of the row (0 unless given).
+            A row depends on its seed, its place in the list and what it asks for alone.
 
         Returns:
           A dict a row: index, id, prompt, text, ids, length, inserted, spans, nfe, saturated, truncated, seed,
           sampler.
 
-        Raises ValueError for a prompt that is longer than the task's, or of other tokens than its own.
+        Raises ValueError for a prompt that is longer than the task's, or of other tokens than its own; for numbers of
+        tokens that cannot be had; where the sampler or the training cannot do what is asked.
         """
+        if any(ASKS & row.keys() for row in rows):
+            rows = [row | self._ask(row) for row in rows]
         batch_size = sharding.fill_up(min(len(rows), self.config.eval.batch_size), self.mesh)
         generated = []
         for first in range(0, len(rows), max(batch_size, 1)):
@@ -64,12 +71,54 @@ class Run:
     def _generate(self, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[dict[str, Any]]:
         """The rows from place `first` on, filled up to `batch_size` of them."""
         filled = rows + [rows[-1]] * (batch_size - len(rows))
-        x0 = Example(**loader.stack([star.make_example(self.parts.task, row["prompt"]) for row in filled]))
+        examples = [star.make_example(self.parts.task, row["prompt"], row.get("answer", ())) for row in filled]
+        x0 = Example(**loader.stack(examples))
         canvas.validate_examples(x0, self.parts.process.vocabulary)
         seed = np.array([row.get("seed", 0) for row in filled], np.uint32)
-        local = sharding.put_batch((x0, seed, first + np.arange(batch_size)), self.mesh, batch_size)
+        asked = None
+        if "columns" in rows[0]:
+            groups = max(len(row["columns"]) for row in rows)
+            num_columns = x0.max_length + canvas.NUM_SPECIAL_COLUMNS
+            totals = [row["total"] for row in filled]
+            asked = request.build(num_columns, [row["columns"] for row in filled], totals, groups)
+        local = sharding.put_batch((x0, seed, first + np.arange(batch_size), asked), self.mesh, batch_size)
         drawn = jax.device_get(self._sample(self.params, *local))
         return [self._row(row, drawn, b, first + b) for b, row in enumerate(rows)]
+
+    def _ask(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What a `Request` is built from: `columns` of the gaps with their bounds, and the `total`."""
+        prompt, answer = len(row["prompt"]), list(row.get("answer", ()))
+        num, longest = prompt + len(answer), self.parts.task.max_length
+        gaps = row.get("gaps", [(len(answer), 0, None)])
+        if self.config.loss.length != "cross_entropy":
+            raise ValueError(
+                "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
+            )
+        if answer and self.parts.sampler not in self.parts.process.FROM_CONTEXT:
+            raise ValueError(
+                f"sampler {self.parts.sampler!r} cannot fill gaps in an answer; use --sampler="
+                f"{' or '.join(self.parts.process.FROM_CONTEXT)}"
+            )
+        least = sum(low for _, low, _ in gaps)
+        most = sum(longest if high is None else high for *_, high in gaps)
+        low, high = max(num + least, row.get("length", 0)), min(num + most, longest)
+        for name in ("length", "max_length"):
+            if name in row and not num + least <= row[name] <= min(num + most, longest):
+                raise ValueError(
+                    f"{name} {row[name]} cannot be had: the text has {num} tokens, its gaps take {least} to {most} "
+                    f"more, and the model was trained on up to {longest}"
+                )
+            high = min(high, row.get(name, high))
+        if low > high:
+            raise ValueError(f"the gaps need {least} tokens beside the {num} that are there: more than {longest}")
+        bounded = {"length", "max_length"} & row.keys()
+        return {
+            "columns": [
+                (canvas.BOS_COLUMN + prompt + at, low, request.UNBOUNDED if high is None else high)
+                for at, low, high in gaps
+            ],
+            "total": (row.get("length", num) - num, high - num if bounded else request.UNBOUNDED),
+        }
 
     @functools.cached_property
     def _sample(self):
@@ -79,6 +128,11 @@ class Run:
     def _row(self, row, drawn: evals.Samples, b: int, index: int) -> dict[str, Any]:
         ids = drawn.tokens[b, : int(drawn.length[b])].tolist()
         prompt, answer = ids[: len(row["prompt"])], ids[len(row["prompt"]) :]
+        spans = [answer]
+        if drawn.group is not None:  # a group's first gap is that of a token which was there
+            of_token = drawn.group[b, canvas.NUM_SPECIAL_COLUMNS - 1 :]
+            tokens = [0, *ids]
+            spans = [[tokens[i] for i in np.flatnonzero(of_token == g)[1:]] for g in range(len(row["columns"]))]
         return {
             "index": index,
             "id": row.get("id", index),
@@ -86,8 +140,8 @@ class Run:
             "text": f"{star.format_prompt(prompt)} {star.format_path(answer)}".strip(),
             "ids": ids,
             "length": len(ids),
-            "inserted": len(answer),
-            "spans": [star.format_path(answer)],
+            "inserted": sum(map(len, spans)),
+            "spans": [star.format_path(span) for span in spans],
             "nfe": int(drawn.nfe[b]),
             "saturated": int(drawn.saturated[b]),
             "truncated": bool(drawn.truncated[b]),

@@ -15,8 +15,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import request as request_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas
+from dilm_jax.request import Request
 
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
 
@@ -146,13 +148,14 @@ class State:
     truncated: Bool[Array, " B"]  # an insertion was left out because the canvas was full
     done: Bool[Array, " B"]
     carry: Any  # the sampler's own pytree
+    request: Request | None  # what is asked for beside the law
 
 
 @runtime_checkable
 class Sampler(Protocol):
     """One way to run a process backwards."""
 
-    def start(self, key: Key[Array, " B"], canvas: Canvas) -> State: ...
+    def start(self, key: Key[Array, " B"], canvas: Canvas, request: Request | None = None) -> State: ...
 
     def advance(self, scores: Scores, state: State, filters: Filters) -> State:
         """One reverse move of every unfinished row."""
@@ -163,16 +166,23 @@ class Sampler(Protocol):
         ...
 
 
-def generate(network: Network, sampler: Sampler, key: Key[Array, " B"], canvas: Canvas, filters: Filters) -> State:
+def generate(
+    network: Network,
+    sampler: Sampler,
+    key: Key[Array, " B"],
+    canvas: Canvas,
+    filters: Filters,
+    request: Request | None = None,
+) -> State:
     """Runs the sampler until every row is done. Jittable; shapes are static."""
 
     def advance(state):
         return sampler.advance(network(state.canvas, state.clock), state, filters)
 
-    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas))
+    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas, request))
 
 
-def begin(key: Key[Array, " B"], canvas: Canvas, max_length: int, carry: Any) -> State:
+def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_length: int, carry: Any) -> State:
     """Every row at t = 1; done where no insertion can be due."""
     B = canvas.length.shape[0]
     zeros = jnp.zeros(B, jnp.int32)
@@ -183,9 +193,19 @@ def begin(key: Key[Array, " B"], canvas: Canvas, max_length: int, carry: Any) ->
         nfe=zeros,
         saturated=zeros,
         truncated=jnp.zeros(B, bool),
-        done=_nothing_due(canvas, max_length),
+        done=_nothing_due(canvas, request, max_length),
         carry=carry,
+        request=request,
     )
+
+
+def conditioned(scores: Scores, state: State, max_length: int) -> tuple[Scores, Canvas, State]:
+    """Scores and canvas as the request wants them, and the state with the request's numbers drawn."""
+    if state.request is None:
+        return scores, state.canvas, state
+    key = jax.vmap(lambda k: jax.random.fold_in(k, 1))(state.key)
+    scores, canvas, request = request_lib.condition(key, scores, state.canvas, state.request, max_length)
+    return scores, canvas, state.replace(request=request)
 
 
 def move(
@@ -201,12 +221,18 @@ def move(
 ) -> State:
     """Makes the insertions of the unfinished rows (`key` says which, where they do not all fit) and counts the call.
 
-    A row is then done if the sampler has `finished` it, if its text is as long as the family allows, if no gap is
-    open, or if an insertion was left out.
+    A row is then done if the sampler has `finished` it and nothing that was asked for is owed, if its text is as long
+    as the family allows, if nothing may be inserted, or if an insertion was left out.
     """
     active = ~state.done
     insert = drawn.insert & active[:, None]
+    request = state.request
+    if request is not None:
+        insert = request_lib.cap(jax.vmap(lambda k: jax.random.fold_in(k, 1))(key), request, insert)
+        finished = finished & (request.least == 0)
     canvas, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
+    if request is not None:
+        request = request_lib.after(request, state.canvas, insert)
     return State(
         canvas=canvas,
         clock=clock,
@@ -214,15 +240,17 @@ def move(
         nfe=state.nfe + active,
         saturated=state.saturated + (drawn.saturated & active),
         truncated=state.truncated | truncated,
-        done=state.done | finished | truncated | _nothing_due(canvas, max_length),
+        done=state.done | finished | truncated | _nothing_due(canvas, request, max_length),
         carry=carry,
+        request=request,
     )
 
 
-def _nothing_due(canvas: Canvas, max_length: int) -> Bool[Array, " B"]:
-    """Rows whose text is as long as the family allows, or without an open gap."""
-    longest = max_length + canvas_lib.NUM_SPECIAL_COLUMNS
-    return (canvas.length >= longest) | ~canvas.open_gap.any(-1)
+def _nothing_due(canvas: Canvas, request: Request | None, max_length: int) -> Bool[Array, " B"]:
+    """Rows whose text is as long as the family allows, or without a gap that may fire."""
+    room = canvas_lib.room(canvas, max_length)
+    may_fire = canvas.open_gap if request is None else canvas.open_gap & request.may_fire(room)
+    return (room <= 0) | ~may_fire.any(-1)
 
 
 # --- Grid samplers ---------------------------------------------------------------------------------------------------
@@ -284,14 +312,16 @@ class Grid:
 
     decode = staticmethod(canvas_lib.content)
 
-    def start(self, key, canvas):
-        return begin(key, canvas, self.max_length, carry=jnp.zeros(canvas.length.shape, jnp.int32))  # the step's index
+    def start(self, key, canvas, request=None):
+        first = jnp.zeros(canvas.length.shape, jnp.int32)  # index of the step
+        return begin(key, canvas, request, self.max_length, carry=first)
 
     def advance(self, scores, state, filters):
         step = state.carry
         t, s = self._time(step), self._time(step + 1)
         k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 3)
-        drawn = self.draw(k_draw, scores, state.canvas, t, s, filters)
+        scores, canvas, state = conditioned(scores, state, self.max_length)
+        drawn = self.draw(k_draw, scores, canvas, t, s, filters)
         last = step == self.num_steps - 1
         next_step = jnp.where(state.done, step, jnp.minimum(step + 1, self.num_steps - 1))
         return move(

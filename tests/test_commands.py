@@ -99,6 +99,9 @@ WRONG = [
     (GENERATE, ["--workdir={run}", "--input={tmp}/empty.jsonl"], "{tmp}/empty.jsonl, line 1: "),
     (GENERATE, ["--workdir={run}", "--seed=4294967296"], "--seed=4294967296"),
     (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or in \\[1e-6, 1e6\\], got -1.0"),
+    (GENERATE, ["--workdir={run}", "--infill=0>1 1>2 0>>2 [GAP]", "--prompt=0>1 0>>1"], "exclude each other"),
+    (GENERATE, ["--workdir={run}", "--infill=0>1 1>2 0>>2 0 1"], "no \\[GAP\\] after the prompt"),
+    (GENERATE, ["--workdir={run}", "--length=99"], "length 99 cannot be had: .* trained on up to 14"),
     (GENERATE, ["--workdir={run}", "extra"], "unexpected argument 'extra'"),
 ]  # fmt: skip
 
@@ -253,6 +256,56 @@ def test_rows_come_in_batches(warm, prompts):
     assert warm.generate(rows) == dataclasses.replace(warm, config=wide).generate(rows)
 
 
+@pytest.fixture(scope="module")
+def asking(warm):
+    """A run, and rows of every kind for it."""
+    _, answer, gaps = star.parse_infill(warm.parts.task, "0>>1 [GAP:1-1] 4 5 [GAP]")
+    prompt = {"prompt": star.parse_prompt(warm.parts.task, "0>1 1>2 0>3 3>4 0>>2")}
+    rows = [prompt, prompt | {"length": 13}, prompt | {"max_length": 11}, prompt | {"answer": answer, "gaps": gaps}]
+    return warm, [rows[i % 4] | {"seed": i} for i in range(40)]
+
+
+def test_rows_get_the_lengths_and_gaps_that_they_ask_for(asking):
+    run, rows = asking
+    generated = run.generate(rows)
+    for row, got in zip(rows, generated, strict=True):
+        assert got["ids"][:10] == row["prompt"] and not got["truncated"]
+        assert got["length"] == len(got["ids"]) == 10 + len(row.get("answer", ())) + got["inserted"]
+    assert {got["length"] for got in generated[1::4]} == {13}
+    assert {got["length"] for got in generated[2::4]} <= {10, 11}
+    for got in generated[3::4]:
+        assert got["ids"][11:13] == [4, 5] and len(got["spans"]) == 2
+        assert got["spans"] == [star.format_path(got["ids"][10:11]), star.format_path(got["ids"][13:])]
+
+
+def test_a_row_does_not_depend_on_what_others_ask_for(asking):
+    run, rows = asking
+    alone = run.generate([row if i % 4 == 0 else rows[0] for i, row in enumerate(rows)])
+    together = run.generate(rows)
+    same = [alone[i]["ids"] == together[i]["ids"] for i in range(0, 40, 4)]
+    assert sum(same) >= 9  # rounding may differ between the two programs
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"length": 9}, "length 9 cannot be had: the text has 10 tokens"),
+        ({"max_length": 15}, "max_length 15 cannot be had"),
+        ({"answer": [1], "gaps": [(0, 4, None)]}, "the gaps need 4 tokens beside the 11 that are there"),
+        ({"answer": [1], "gaps": [(0, 2, 2)], "length": 12}, "length 12 cannot be had: .* take 2 to 2 more"),
+    ],
+)
+def test_numbers_that_cannot_be_had(warm, prompts, row, says):
+    with pytest.raises(ValueError, match=says):
+        warm.generate([prompts[0] | row])
+
+
+def test_a_grid_does_not_start_from_a_context(smoke_runs, prompts):
+    run = dilm_jax.load(str(smoke_runs["joint"]), sampler="leap", num_steps=2)
+    with pytest.raises(ValueError, match="sampler 'leap' cannot fill gaps in an answer; use --sampler=event"):
+        run.generate([prompts[0] | {"answer": [1], "gaps": [(0, 0, None)]}])
+
+
 def test_no_row_is_no_row(warm):
     assert warm.generate([]) == []
 
@@ -299,7 +352,7 @@ def test_evaluation_counts_every_example_once(smoke_runs):
 class Unbounded:
     """A family with what the seam asks for and no more."""
 
-    OFFERS = ("READS_POSTERIOR", "spec", "vocabulary", "times", "corrupt", "loss", "samplers")
+    OFFERS = ("READS_POSTERIOR", "FROM_CONTEXT", "spec", "vocabulary", "times", "corrupt", "loss", "samplers")
 
     def __init__(self, process):
         for name in self.OFFERS:

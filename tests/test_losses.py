@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import worlds
+from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import to_canvas
-from worlds import FAMILIES, LETTERS, VOCABULARY, K, V, delete, equivalent, insertions, prompted, to_example
+from worlds import FAMILIES, LETTERS, VOCABULARY, V, delete, equivalent, insertions, prompted, to_example
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -172,10 +173,10 @@ def test_lengths_that_do_not_fit_have_no_probability():
     assert ((p > 0) == np.tri(4, dtype=bool)).all()
 
 
-def test_free_cells_count_content_only():
+def test_room_counts_content_only():
     canvas, _ = _batch()
     kept = [len(text.tokens) - len(dropped) for text, dropped in worlds.small_world().pairs]
-    assert (np.asarray(losses.free_cells(canvas, K)) == worlds.L - np.array(kept)).all()
+    assert (np.asarray(canvas_lib.room(canvas, worlds.L)) == worlds.L - np.array(kept)).all()
 
 
 def test_log_mean_of_nothing():

@@ -408,6 +408,9 @@ def test_a_grid_runs_from_exactly_one_to_exactly_zero(num_steps):
     assert (np.diff(t) < 0).all()
 
 
+NO_SCORES = Scores(logits=jnp.zeros((1, S, V)), length_logits=None, stop_logits=None)
+
+
 def draw_nothing(key, scores, canvas, t, s, filters):
     del key, scores, s, filters
     none = jnp.zeros_like(canvas.open_gap)
@@ -423,7 +426,7 @@ def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
 
     grid = Grid(num_steps=5, eps=eps, max_length=L, draw=draw, repeat_last=False)
     state, clocks = grid.start(oracles.row_keys(0, 1), oracles.canvas_of([""], NUM_LETTERS, L)), []
-    advance = jax.jit(lambda state: grid.advance(None, state, Filters()))
+    advance = jax.jit(lambda state: grid.advance(NO_SCORES, state, Filters()))
     while not state.done.all():
         clocks.append(float(state.clock[0]))
         state = advance(state)

@@ -128,7 +128,7 @@ def test_samples_are_the_same_on_eight_devices(family):
         params = jax.device_put(params, sharding.param_shardings(params, mesh))
         x0 = Example(**loader.stack([parts.sources["test"][i] for i in range(256)]))
         inputs = (x0, np.full(256, 7, np.uint32), np.arange(256))
-        drawn = evals.make_sampler(parts, mesh)(params, *sharding.put_batch(inputs, mesh, 256))
+        drawn = evals.make_sampler(parts, mesh)(params, *sharding.put_batch(inputs, mesh, 256), None)
         texts.append(jax.device_get(drawn))
     one, eight = texts
     same = (one.tokens == eight.tokens).all(-1)

@@ -235,6 +235,45 @@ def format_path(answer: Tokens) -> str:
     return text.strip()
 
 
+GAP = re.compile(r"\[GAP(?::([0-9]+)-([0-9]+))?\]")
+
+
+def parse_infill(task: StarTask, text: str) -> tuple[list[int], list[int], list[tuple[int, int, int | None]]]:
+    """A prompt, an answer with gaps, and the gaps: (tokens of the answer before it, at least, at most or None).
+
+    After the prompt, which ends with source>>goal, come edges u>v or nodes, and marks: `[GAP]` for any number of
+    tokens, `[GAP:lo-hi]` for lo to hi.
+
+    Raises:
+      ValueError: as `parse_prompt`; or for a text without a mark, two marks in a row, or bounds that are the wrong way
+        round.
+    """
+    words = text.split()
+    question = next((i for i, word in enumerate(words) if ">>" in word), None)
+    if question is None:
+        raise ValueError(f"--infill needs a prompt that ends with source>>goal before its gaps, got {text!r}")
+    prompt = parse_prompt(task, " ".join(words[: question + 1]))
+    answer, gaps = [], []
+    for word in words[question + 1 :]:
+        if mark := GAP.fullmatch(word):
+            low, high = (int(bound) if bound else None for bound in mark.groups())
+            if high is not None and low is not None and low > high:
+                raise ValueError(f"{word}: at least {low} tokens, but at most {high}")
+            if gaps and gaps[-1][0] == len(answer):
+                raise ValueError(f"{word} follows a gap: write one gap for both")
+            gaps.append((len(answer), low or 0, high))
+            continue
+        if not re.fullmatch(r"[0-9]+(>[0-9]+)?", word):
+            raise ValueError(f"cannot read {word!r} after the prompt: write edges as u>v, nodes, or [GAP]")
+        for node in map(int, word.split(">")):
+            if node >= task.num_ids:
+                raise ValueError(f"unknown node {node} in the answer: the nodes are 0 to {task.num_ids - 1}")
+            answer.append(node)
+    if not gaps:
+        raise ValueError(f"no [GAP] after the prompt in {text!r}: nothing could be inserted")
+    return prompt, answer, gaps
+
+
 def parse_prompt(task: StarTask, text: str) -> list[int]:
     """Prompt tokens of a text like `"0>3 3>5 0>>5"` (what `format_prompt` writes), or of plain node numbers
     `"0 3 3 5 0 5"`; the last two are source and goal either way.

@@ -19,6 +19,7 @@ class Process(Protocol):
     """
 
     READS_POSTERIOR: ClassVar[tuple[str, ...]]  # samplers that need the length posterior, not its mean alone
+    FROM_CONTEXT: ClassVar[tuple[str, ...]]  # samplers that may start from free tokens, not from frozen ones alone
 
     @property
     def spec(self) -> NetSpec:

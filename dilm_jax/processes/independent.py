@@ -26,6 +26,7 @@ class Independent:
     """DILM-M for texts of up to `max_length` tokens. See base.Process for what each method must do."""
 
     READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap",)
+    FROM_CONTEXT: ClassVar[tuple[str, ...]] = ("event", "leap", "euler")
 
     vocabulary: Vocabulary
     max_length: int
@@ -192,8 +193,8 @@ class Independent:
 
     def _log_p_left(self, scores, canvas):
         """log p_i(l) [B, S, K], l = 0..max_length."""
-        free_cells = losses.free_cells(canvas, self.max_length + 1)
-        return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(free_cells[:, None], canvas.tokens.shape))
+        room = canvas_lib.room(canvas, self.max_length)
+        return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(room[:, None], canvas.tokens.shape))
 
     def _mean_left(self, scores, canvas):
         """Δl_i [B, S], 0 at closed gaps."""

@@ -28,6 +28,7 @@ class Joint:
     """DILM-S for texts of up to `max_length` tokens. See base.Process for what each method must do."""
 
     READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap", "event")
+    FROM_CONTEXT: ClassVar[tuple[str, ...]] = ("event",)
 
     vocabulary: Vocabulary
     max_length: int
@@ -128,6 +129,7 @@ class Joint:
                 calls=options.calls,
                 log_p_left=self._log_p_left,
                 next_time=self._next_time,
+                time_of=self._time_of,
                 draw=draw_one_gap,
             ),
             "leap": grid(self._fire_probability, True),
@@ -201,6 +203,20 @@ class Joint:
         share = jax.vmap(jax.random.beta)(k_beta, left.astype(jnp.float32), more + 1.0)
         return self.schedule.inverse_total(total * share)
 
+    def _time_of(self, key, left):
+        """t given that `left` tokens are missing: σ̄_t ~ Gamma(l + 1) given that it is at most σ̄_1, by bisection."""
+        shape, total_1 = left + 1.0, concrete_total(self.schedule, 1.0)
+        target = jax.vmap(jax.random.uniform)(key) * jax.scipy.special.gammainc(shape, total_1)
+
+        def halve(_, ends):
+            low, high = ends
+            middle = (low + high) / 2
+            above = jax.scipy.special.gammainc(shape, middle) > target
+            return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+        _, high = jax.lax.fori_loop(0, 40, halve, (jnp.zeros_like(shape), jnp.full_like(shape, total_1)))
+        return self.schedule.inverse_total(high)
+
     def _rings_beyond(self, key, n, total):
         """K − n for K ~ Poisson(total) given K ≥ n."""
         total_1 = concrete_total(self.schedule, 1.0)
@@ -210,8 +226,7 @@ class Joint:
 
     def _log_p_left(self, scores, canvas):
         """log p(l), l = 0..max_length."""
-        num_lengths = self.max_length + 1
-        return losses.log_length_probs(scores.length_logits, losses.free_cells(canvas, num_lengths))
+        return losses.log_length_probs(scores.length_logits, canvas_lib.room(canvas, self.max_length))
 
     def _log_expected(self, log_p_left, canvas, log_s):
         """log E_l[l], at m = 0 log E_l[l/S(l, σ̄_t)]: the insertion rate over σ_t/σ̄_t."""

@@ -307,3 +307,24 @@ def test_a_prompt_alone_is_frozen_with_the_gap_after_it_open():
     assert np.flatnonzero(full["open_gap"]).tolist() == [14]
     with pytest.raises(ValueError, match="prompt and answer have 15 tokens, the model takes at most 14"):
         star.make_example(TINY, [0, 1] * 7, [2])
+
+
+def test_parse_infill():
+    text = "0>1 1>2 0>>2 [GAP:1-3] 0 1>2 [GAP]"
+    assert star.parse_infill(TINY, text) == ([0, 1, 1, 2, 0, 2], [0, 1, 2], [(0, 1, 3), (3, 0, None)])
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("0>1 [GAP]", "ends with source>>goal"),
+        ("0>1 0>>1 0 1", "no \\[GAP\\]"),
+        ("0>1 0>>1 [GAP] [GAP:1-2]", "follows a gap"),
+        ("0>1 0>>1 [GAP:3-2]", "at least 3 tokens, but at most 2"),
+        ("0>1 0>>1 [GAP:3]", "cannot read '\\[GAP:3\\]'"),
+        ("0>1 0>>1 [GAP] 9", "unknown node 9 in the answer"),
+    ],
+)
+def test_parse_infill_says_what_is_wrong(text, says):
+    with pytest.raises(ValueError, match=says):
+        star.parse_infill(TINY, text)

@@ -1,0 +1,211 @@
+"""What is asked of a sample beyond its law: into which gaps tokens may go, and how many (docs/MATH.md 6d).
+
+A request conditions what the length head says; nothing is cut off or padded afterwards, and numbers are always those
+asked for. Without numbers the content is exact: a context with open gaps grows into the texts that contain it. With
+them it is not, because the token scores are still the network's own, which mix over all lengths: in selfcheck's world,
+where letters say much about the length, texts of two, three and four letters are 0.29, 0.10 and 0.83 (DILM-S) and 0.35,
+0.18 and 0.74 (DILM-M) in total variation from the law given that length (tests/test_request.py). Where letters say
+little about the length that vanishes.
+
+Works on scores and canvases: neither a family nor a schedule may be known here. One length posterior a row (DILM-S) and
+one a gap (DILM-M) are told apart by their shape.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas
+
+NO_GROUP = -1
+UNBOUNDED = 2**20  # as at_most
+LEAST = 1e-12  # of a number's probability, over that of the likeliest: what is asked for is never impossible
+
+
+@struct.dataclass
+class Request:
+    """Per row. A group is what one gap of the first canvas grows into; G is the number of groups.
+
+    Tokens inserted are counted off: all numbers are of those still to come.
+    """
+
+    group: Int[Array, "B S"]  # of each gap; NO_GROUP where nothing may be inserted
+    at_least: Int[Array, "B G"]
+    at_most: Int[Array, "B G"]
+    total_at_least: Int[Array, " B"]
+    total_at_most: Int[Array, " B"]
+    drawn: Bool[Array, "B G"]  # at_least = at_most is a number that was drawn, or asked for
+
+    @property
+    def least(self) -> Int[Array, " B"]:
+        """Tokens still owed."""
+        return jnp.maximum(self.at_least.sum(-1), self.total_at_least)
+
+    @property
+    def most(self) -> Int[Array, " B"]:
+        return jnp.minimum(self.at_most.sum(-1), self.total_at_most)
+
+    def may_fire(self, room: Int[Array, " B"]) -> Bool[Array, "B S"]:
+        """Gaps that may get the next token, of `room` that fit: what other gaps are owed must still fit."""
+        spare = (jnp.minimum(self.total_at_most, room) > self.at_least.sum(-1))[:, None]
+        open_group = (self.at_most > 0) & (spare | (self.at_least > 0))
+        return self._of_gap(open_group) & (self.group != NO_GROUP)
+
+    def _of_gap(self, of_group: Array) -> Array:
+        return jnp.take_along_axis(of_group, jnp.maximum(self.group, 0), axis=-1)
+
+
+def build(
+    num_columns: int,
+    gaps: list[list[tuple[int, int, int]]],
+    total: list[tuple[int, int]],
+    num_groups: int,
+) -> Request:
+    """A request a row, in numpy: `gaps` are up to `num_groups` of (column, at least, at most), `total` is (at least, at
+    most), in tokens to be inserted. Gaps that are not named get none."""
+    B, G = len(gaps), num_groups
+    group = np.full((B, num_columns), NO_GROUP, np.int32)
+    bounds = np.zeros((2, B, G), np.int32)
+    for b, of_row in enumerate(gaps):
+        for g, (column, *at) in enumerate(of_row):
+            group[b, column] = g
+            bounds[:, b, g] = at
+    of_total = np.array(total, np.int32).reshape(B, 2)
+    return Request(group, *bounds, *of_total.T, np.zeros((B, G), bool))
+
+
+def cap(key: Key[Array, " B"], request: Request, insert: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
+    """Without insertions that no group has a place for; which ones stay is uniform."""
+    G = request.at_least.shape[-1]
+    kept = jnp.zeros_like(insert)
+    for g, k in enumerate(canvas_lib.split_keys(key, G)):
+        kept = kept | canvas_lib.choose(k, insert & (request.group == g), request.at_most[:, g])
+    return kept
+
+
+def after(request: Request, canvas: Canvas, insert: Bool[Array, "B S"]) -> Request:
+    """With the insertions made into the canvas. A new token's gap is of the group that it was inserted into."""
+    row = jnp.arange(insert.shape[0])[:, None]
+    old, new = canvas_lib.columns_after(canvas, insert)
+    moved = jnp.full_like(request.group, NO_GROUP).at[row, old].set(request.group, mode="drop")
+    moved = moved.at[row, new].set(request.group, mode="drop")
+    G = request.at_least.shape[-1]
+    counts = jnp.zeros_like(request.at_least).at[row, jnp.where(insert, request.group, G)].add(1, mode="drop")
+    total = counts.sum(-1)
+    return request.replace(
+        group=moved,
+        at_least=jnp.maximum(request.at_least - counts, 0),
+        at_most=request.at_most - counts,
+        total_at_least=jnp.maximum(request.total_at_least - total, 0),
+        total_at_most=request.total_at_most - total,
+    )
+
+
+def condition(
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, request: Request, max_length: int
+) -> tuple[Scores, Canvas, Request]:
+    """Scores whose length posterior is that of the request, the canvas whose open gaps are those that may fire, and the
+    request, with numbers drawn that one posterior a gap needs drawn once."""
+    room = canvas_lib.room(canvas, max_length)
+    if scores.length_logits.ndim == 2:
+        length_logits = _of_row(scores, canvas, request, room)
+    else:
+        request = _draw_numbers(key, scores, request, room)
+        length_logits = _of_gaps(scores, canvas, request)
+    narrowed = canvas.replace(open_gap=canvas.open_gap & request.may_fire(room))
+    return scores.replace(length_logits=length_logits), narrowed, request
+
+
+def _of_row(scores: Scores, canvas: Canvas, request: Request, room: Int[Array, " B"]) -> Float[Array, "B K"]:
+    """log p(l) of the tokens that go into gaps that may fire, within the range asked for.
+
+    Each missing token is in one of them with their share of the joint softmax: l of them are Binomial of all.
+    """
+    number = jnp.arange(scores.length_logits.shape[-1])
+    fits = number <= room[:, None]
+    p = jax.nn.softmax(jnp.where(fits, scores.length_logits, -jnp.inf), axis=-1)
+    lse = jnp.where(canvas.open_gap, scores.lse(), -jnp.inf)
+    inside = jnp.where(request.group != NO_GROUP, jax.nn.softmax(lse, axis=-1), 0.0).sum(-1)
+    outside = (canvas.open_gap & (request.group == NO_GROUP)).any(-1)
+
+    def thin(p):
+        inside_of = jax.vmap(lambda q: _binomial(number, number[:, None], q))(inside)  # [B, of, inside]
+        return jnp.where(outside[:, None], jnp.einsum("bn,bnk->bk", p, inside_of), p)
+
+    p = jax.lax.cond(outside.any(), thin, lambda p: p, p)
+    asked = fits & (number >= request.least[:, None]) & (number <= request.most[:, None])
+    return jnp.log(_relative(p, asked))
+
+
+def _draw_numbers(key, scores: Scores, request: Request, room: Int[Array, " B"]) -> Request:
+    """Draws how many tokens each group gets that is bounded, or all of them where their total is, once: from the
+    posteriors of the gaps that they still are, given their bounds and the total."""
+    B, G = request.at_least.shape
+    number = jnp.arange(scores.length_logits.shape[-1])
+    limit = jnp.minimum(request.most, room)
+    bounded_total = (request.total_at_least > 0) | (request.total_at_most < UNBOUNDED // 2)
+    bounded = (request.at_least > 0) | (request.at_most < UNBOUNDED // 2) | bounded_total[:, None]
+    pending = bounded & ~request.drawn
+
+    row = jnp.arange(B)[:, None]
+    gap_of = jnp.argmax(request.group[:, None, :] == jnp.arange(G)[:, None], axis=-1)  # while a group is one gap
+    p = jax.nn.softmax(scores.length_logits[row, gap_of], axis=-1)  # [B, G, K]
+    asked = (number >= request.at_least[..., None]) & (number <= request.at_most[..., None])
+    p = _relative(p, asked)
+
+    def convolve(a, b):
+        return jax.vmap(lambda a, b: jnp.convolve(a, b)[: a.shape[-1]])(a, b)
+
+    rest = [jnp.zeros_like(p[:, 0]).at[:, 0].set(1.0)]  # of the groups after g
+    for g in reversed(range(G)):
+        rest.insert(0, convolve(p[:, g], rest[0]))
+    in_total = (number >= request.total_at_least[:, None]) & (number <= limit[:, None])
+    keys = canvas_lib.split_keys(key, G + 1)
+
+    def draw(key, weight):
+        return jax.vmap(jax.random.categorical)(key, jnp.log(weight))
+
+    left = draw(keys[0], jnp.where(in_total, rest[0], 0.0))
+    drawn = []
+    for g in range(G):
+        others = jnp.take_along_axis(rest[g + 1], jnp.maximum(left[:, None] - number, 0), axis=-1)
+        drawn.append(draw(keys[g + 1], jnp.where(number <= left[:, None], p[:, g] * others, 0.0)))
+        left = left - drawn[-1]
+    numbers = jnp.stack(drawn, axis=-1)
+    return request.replace(
+        at_least=jnp.where(pending, numbers, request.at_least),
+        at_most=jnp.where(pending, numbers, request.at_most),
+        drawn=request.drawn | pending,
+    )
+
+
+def _of_gaps(scores: Scores, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
+    """log p_i(l): in a group whose number R is drawn, Binomial(R, share of the group's expected number), which is right
+    where the gaps' numbers are independent Poisson."""
+    number = jnp.arange(scores.length_logits.shape[-1])
+    mean = (jax.nn.softmax(scores.length_logits, axis=-1) * number).sum(-1)
+    inside = canvas.open_gap & (request.group != NO_GROUP)
+    mean = jnp.where(inside, jnp.maximum(mean, 1e-30), 0.0)
+    row, G = jnp.arange(mean.shape[0])[:, None], request.at_least.shape[-1]
+    total = jnp.zeros((mean.shape[0], G)).at[row, jnp.where(inside, request.group, G)].add(mean, mode="drop")
+    share = jnp.where(inside, mean / jnp.where(inside, request._of_gap(total), 1.0), 0.0)
+    given = jnp.log(_binomial(number, request._of_gap(request.at_most)[..., None], share[..., None]))
+    return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, scores.length_logits)
+
+
+def _relative(p, asked):
+    """p over its largest where it is asked for, at least LEAST; 0 elsewhere."""
+    p = jnp.where(asked, p, 0.0)
+    return jnp.where(asked, jnp.maximum(p / jnp.maximum(p.max(-1, keepdims=True), 1e-30), LEAST), 0.0)
+
+
+def _binomial(k, n, p):
+    """P(Binomial(n, p) = k), 0 for k > n."""
+    inside = k <= n
+    log_choose = jax.lax.lgamma(n + 1.0) - jax.lax.lgamma(k + 1.0) - jax.lax.lgamma(jnp.where(inside, n - k, 0) + 1.0)
+    log_p = log_choose + jax.scipy.special.xlogy(k, p) + jax.scipy.special.xlog1py(n - k, -p)
+    return jnp.where(inside, jnp.exp(log_p), 0.0)

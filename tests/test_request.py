@@ -1,0 +1,131 @@
+"""Samples under a request, with the true posterior as the network: numbers are those asked for, contexts stay, and the
+law is the conditional one, as far as it is claimed to be."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import comb, gammainc
+
+import oracles
+from dilm_jax import request, sampling, selfcheck, worlds
+from dilm_jax.request import UNBOUNDED
+from dilm_jax.sampling import Filters, SamplingOptions
+from dilm_jax.selfcheck import L, S, plain, plain_world
+
+A, B, C = 5, 6, 7
+NUM = 3000
+FREE = (0, UNBOUNDED)
+FAMILIES = ("joint", "independent")
+
+
+@functools.cache
+def checked(family):
+    return selfcheck.Checked(family)
+
+
+@functools.cache
+def program(family, sampler):
+    made = checked(family).process.samplers(SamplingOptions(num_steps=32))[sampler]
+    network = checked(family).network(plain_world())
+
+    @jax.jit
+    def run(key, canvas, asked):
+        state = sampling.generate(network, made, key, canvas, Filters(), asked)
+        return state.canvas, state.nfe, state.truncated, state.request
+
+    return run
+
+
+def texts(family, sampler, context, gaps, total=FREE, seed=0):
+    """NUM texts that grow from a context of free tokens; `gaps` are (place among the context's gaps, lo, hi)."""
+    canvas = selfcheck._canvas([plain(context)] * NUM, L)
+    asked = request.build(S, [[(1 + i, *bounds) for i, *bounds in gaps]] * NUM, [total] * NUM, 3)
+    key = oracles.row_keys(seed, NUM)
+    canvas, nfe, truncated, left = jax.device_get(
+        program(family, sampler)(key, canvas, jax.tree.map(jnp.asarray, asked))
+    )
+    assert not truncated.any() and (left.least == 0).all()
+    return [worlds.to_text(canvas, row).tokens for row in range(NUM)], nfe
+
+
+def conditional(weight):
+    """{text: probability} of the texts of the world's law, weighted."""
+    law = np.array([p * weight(text.tokens) for p, text in zip(plain_world().law, plain_world().texts, strict=True)])
+    return {text.tokens: p for text, p in zip(plain_world().texts, law / law.sum(), strict=True) if p > 0}
+
+
+def variation(drawn, law):
+    """(total variation, bound that sampling error passes at p > 1e-4)."""
+    index = {text: i for i, text in enumerate(dict.fromkeys([*law, *drawn]))}
+    probs = np.array([law.get(text, 0.0) for text in index])
+    return oracles.tv_and_bound(np.array([index[text] for text in drawn]), probs, allowance=0)
+
+
+def num_masks(text, left):
+    """Ways to delete tokens of a text that leave `left`."""
+    if not left:
+        return 1
+    return sum(num_masks(text[k + 1 :], left[1:]) for k in range(len(text)) if text[k] == left[0])
+
+
+CONTEXT = (A, B)
+TOTAL_1 = float(selfcheck.SCHEDULE.total(jnp.float32(1.0)))
+WEIGHT_OF_CONTEXT = {  # docs/MATH.md 6d
+    "joint": lambda n, m: gammainc(n - m + 1, TOTAL_1) / comb(n, m),
+    "independent": lambda n, m: (1 - math.exp(-TOTAL_1)) ** (n - m),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_context_with_open_gaps_grows_into_the_texts_that_have_it(family):
+    """All gaps open, no numbers asked for: p(x0) times the number of ways to delete to the context, times a weight of
+    the length that MATH 6d states."""
+    drawn, _ = texts(family, "event", CONTEXT, [(0, *FREE), (1, *FREE), (2, *FREE)])
+    of_length = WEIGHT_OF_CONTEXT[family]
+    law = conditional(lambda x: num_masks(x, CONTEXT) * of_length(len(x), 2) if len(x) >= 2 else 0.0)
+    found, bound = variation(drawn, law)
+    assert found < bound, (found, bound)
+
+
+# Total variation from the law given the length, as request.py's docstring says: the token scores mix over lengths.
+MIXING = {
+    ("joint", 2): 0.29, ("joint", 3): 0.10, ("joint", 4): 0.83,
+    ("independent", 2): 0.35, ("independent", 3): 0.18, ("independent", 4): 0.74,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, num", MIXING)
+def test_a_length_that_is_asked_for(family, num):
+    drawn, nfe = texts(family, "event", (), [(0, *FREE)], total=(num, num))
+    assert {len(text) for text in drawn} == {num}
+    assert (nfe >= num).all()
+    found, bound = variation(drawn, conditional(lambda x: float(len(x) == num)))
+    assert found == pytest.approx(MIXING[family, num], abs=bound)
+
+
+SAMPLERS = [
+    ("joint", "event"),
+    ("independent", "event"),
+    pytest.param("independent", "leap", marks=pytest.mark.slow),
+    pytest.param("independent", "euler", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("family, sampler", SAMPLERS)
+@pytest.mark.parametrize("total", [FREE, (2, 2), (0, 1)])
+def test_numbers_and_contexts(family, sampler, total):
+    """A context of two tokens; a gap closed, one with bounds, one free: bounds hold in every row, and the total."""
+    lo = 1
+    drawn, _ = texts(family, sampler, CONTEXT, [(1, lo, 2), (2, *FREE)], total=total, seed=1)
+    for text in drawn:
+        middle = text[1:].index(B) if text[0] == A and total[1] <= 1 else None
+        assert text[0] == A  # the first gap is closed
+        assert len(text) >= 2 + max(lo, total[0]) and len(text) - 2 <= total[1]
+        assert B in text[2:]  # what comes into the middle comes before the context's B
+        if middle is not None:
+            assert text[2] == B and len(text) == 3
+    assert len({len(text) for text in drawn}) == (1 if total != FREE else 2)
