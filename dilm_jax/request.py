@@ -11,6 +11,9 @@ Works on scores and canvases: neither a family nor a schedule may be known here.
 one a gap (DILM-M) are told apart by their shape.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +78,9 @@ def build(
             group[b, column] = g
             bounds[:, b, g] = at
     of_total = np.array(total, np.int32).reshape(B, 2)
-    return Request(group, *bounds, *of_total.T, np.zeros((B, G), bool))
+    fields: dict[str, Any] = {"group": group, "at_least": bounds[0], "at_most": bounds[1]}
+    fields |= {"total_at_least": of_total[:, 0], "total_at_most": of_total[:, 1], "drawn": np.zeros((B, G), bool)}
+    return Request(**fields)
 
 
 def cap(key: Key[Array, " B"], request: Request, insert: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
@@ -96,7 +101,8 @@ def after(request: Request, canvas: Canvas, insert: Bool[Array, "B S"]) -> Reque
     G = request.at_least.shape[-1]
     counts = jnp.zeros_like(request.at_least).at[row, jnp.where(insert, request.group, G)].add(1, mode="drop")
     total = counts.sum(-1)
-    return request.replace(
+    return dataclasses.replace(
+        request,
         group=moved,
         at_least=jnp.maximum(request.at_least - counts, 0),
         at_most=request.at_most - counts,
@@ -111,24 +117,25 @@ def condition(
     """Scores whose length posterior is that of the request, the canvas whose open gaps are those that may fire, and the
     request, with numbers drawn that one posterior a gap needs drawn once."""
     room = canvas_lib.room(canvas, max_length)
-    if scores.length_logits.ndim == 2:
-        length_logits = _of_row(scores, canvas, request, room)
+    logits = jnp.asarray(scores.length_logits)
+    if logits.ndim == 2:
+        logits = _of_row(logits, scores.lse(), canvas, request, room)
     else:
-        request = _draw_numbers(key, scores, request, room)
-        length_logits = _of_gaps(scores, canvas, request)
-    narrowed = canvas.replace(open_gap=canvas.open_gap & request.may_fire(room))
-    return scores.replace(length_logits=length_logits), narrowed, request
+        request = _draw_numbers(key, logits, request, room)
+        logits = _of_gaps(logits, canvas, request)
+    narrowed = dataclasses.replace(canvas, open_gap=canvas.open_gap & request.may_fire(room))
+    return dataclasses.replace(scores, length_logits=logits), narrowed, request
 
 
-def _of_row(scores: Scores, canvas: Canvas, request: Request, room: Int[Array, " B"]) -> Float[Array, "B K"]:
+def _of_row(logits, score_lse, canvas: Canvas, request: Request, room: Int[Array, " B"]) -> Float[Array, "B K"]:
     """log p(l) of the tokens that go into gaps that may fire, within the range asked for.
 
     Each missing token is in one of them with their share of the joint softmax: l of them are Binomial of all.
     """
-    number = jnp.arange(scores.length_logits.shape[-1])
+    number = jnp.arange(logits.shape[-1])
     fits = number <= room[:, None]
-    p = jax.nn.softmax(jnp.where(fits, scores.length_logits, -jnp.inf), axis=-1)
-    lse = jnp.where(canvas.open_gap, scores.lse(), -jnp.inf)
+    p = jax.nn.softmax(jnp.where(fits, logits, -jnp.inf), axis=-1)
+    lse = jnp.where(canvas.open_gap, score_lse, -jnp.inf)
     inside = jnp.where(request.group != NO_GROUP, jax.nn.softmax(lse, axis=-1), 0.0).sum(-1)
     outside = (canvas.open_gap & (request.group == NO_GROUP)).any(-1)
 
@@ -141,11 +148,11 @@ def _of_row(scores: Scores, canvas: Canvas, request: Request, room: Int[Array, "
     return jnp.log(_relative(p, asked))
 
 
-def _draw_numbers(key, scores: Scores, request: Request, room: Int[Array, " B"]) -> Request:
+def _draw_numbers(key, logits, request: Request, room: Int[Array, " B"]) -> Request:
     """Draws how many tokens each group gets that is bounded, or all of them where their total is, once: from the
     posteriors of the gaps that they still are, given their bounds and the total."""
     B, G = request.at_least.shape
-    number = jnp.arange(scores.length_logits.shape[-1])
+    number = jnp.arange(logits.shape[-1])
     limit = jnp.minimum(request.most, room)
     bounded_total = (request.total_at_least > 0) | (request.total_at_most < UNBOUNDED // 2)
     bounded = (request.at_least > 0) | (request.at_most < UNBOUNDED // 2) | bounded_total[:, None]
@@ -153,7 +160,7 @@ def _draw_numbers(key, scores: Scores, request: Request, room: Int[Array, " B"])
 
     row = jnp.arange(B)[:, None]
     gap_of = jnp.argmax(request.group[:, None, :] == jnp.arange(G)[:, None], axis=-1)  # while a group is one gap
-    p = jax.nn.softmax(scores.length_logits[row, gap_of], axis=-1)  # [B, G, K]
+    p = jax.nn.softmax(logits[row, gap_of], axis=-1)  # [B, G, K]
     asked = (number >= request.at_least[..., None]) & (number <= request.at_most[..., None])
     p = _relative(p, asked)
 
@@ -176,25 +183,26 @@ def _draw_numbers(key, scores: Scores, request: Request, room: Int[Array, " B"])
         drawn.append(draw(keys[g + 1], jnp.where(number <= left[:, None], p[:, g] * others, 0.0)))
         left = left - drawn[-1]
     numbers = jnp.stack(drawn, axis=-1)
-    return request.replace(
+    return dataclasses.replace(
+        request,
         at_least=jnp.where(pending, numbers, request.at_least),
         at_most=jnp.where(pending, numbers, request.at_most),
         drawn=request.drawn | pending,
     )
 
 
-def _of_gaps(scores: Scores, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
+def _of_gaps(logits, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
     """log p_i(l): in a group whose number R is drawn, Binomial(R, share of the group's expected number), which is right
     where the gaps' numbers are independent Poisson."""
-    number = jnp.arange(scores.length_logits.shape[-1])
-    mean = (jax.nn.softmax(scores.length_logits, axis=-1) * number).sum(-1)
+    number = jnp.arange(logits.shape[-1])
+    mean = (jax.nn.softmax(logits, axis=-1) * number).sum(-1)
     inside = canvas.open_gap & (request.group != NO_GROUP)
     mean = jnp.where(inside, jnp.maximum(mean, 1e-30), 0.0)
     row, G = jnp.arange(mean.shape[0])[:, None], request.at_least.shape[-1]
     total = jnp.zeros((mean.shape[0], G)).at[row, jnp.where(inside, request.group, G)].add(mean, mode="drop")
     share = jnp.where(inside, mean / jnp.where(inside, request._of_gap(total), 1.0), 0.0)
     given = jnp.log(_binomial(number, request._of_gap(request.at_most)[..., None], share[..., None]))
-    return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, scores.length_logits)
+    return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, logits)
 
 
 def _relative(p, asked):

@@ -205,7 +205,7 @@ def conditioned(scores: Scores, state: State, max_length: int) -> tuple[Scores, 
         return scores, state.canvas, state
     key = jax.vmap(lambda k: jax.random.fold_in(k, 1))(state.key)
     scores, canvas, request = request_lib.condition(key, scores, state.canvas, state.request, max_length)
-    return scores, canvas, state.replace(request=request)
+    return scores, canvas, dataclasses.replace(state, request=request)
 
 
 def move(

@@ -672,7 +672,9 @@ class Checked:
             mean, at_most = (probs * rate).sum(-1, keepdims=True), (rate * (left == most)).sum(-1, keepdims=True)
             all_of_it = jnp.where(at_most > 0, mean / jnp.where(at_most > 0, at_most, 1), 0.0)
             two = jnp.where(left == most, all_of_it, jnp.where(left == 0, 1 - all_of_it, 0.0))
-            return dataclasses.replace(made, length_logits=jnp.where(mean_only, _safe_log(two), made.length_logits))
+            return dataclasses.replace(
+                made, length_logits=jnp.where(mean_only, _safe_log(two), jnp.asarray(made.length_logits))
+            )
 
         return scores
 
