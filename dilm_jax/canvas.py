@@ -181,6 +181,19 @@ def drop_at_random(
     return canvas, InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
 
 
+def freeze_spans(key: Key[Array, " B"], x0: Example, fraction: float) -> Example:
+    """Turns a `fraction` of the rows into infills: spans of free tokens become frozen, of three tokens on average as
+    the spans between them, and a gap without a free token beside it closes three times out of four."""
+    k_row, k_token, k_gap = split_keys(key, 3)
+    chosen = (jax.vmap(jax.random.uniform)(k_row) < fraction)[:, None]
+    u = jax.vmap(lambda k: jax.random.uniform(k, (x0.max_length + 1,)))(k_token)
+    switches = jnp.cumsum(u[:, 1:] < 1 / 3, axis=-1) + (u[:, :1] < 1 / 2)
+    frozen = x0.frozen | (chosen & x0.valid & (switches % 2 == 0))
+    free = jnp.pad(x0.valid & ~frozen, ((0, 0), (1, 1)))
+    stays_open = jax.vmap(lambda k: jax.random.uniform(k, (x0.max_length + 1,)))(k_gap) < 1 / 4
+    return x0.replace(frozen=frozen, open_gap=x0.open_gap & (free[:, :-1] | free[:, 1:] | stays_open | ~chosen))
+
+
 def to_canvas(x0: Example, vocabulary: Vocabulary) -> Canvas:
     """The canvas that holds every token of the example."""
     return drop_tokens(x0, jnp.zeros_like(x0.frozen), vocabulary)[0]

@@ -70,6 +70,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.data.source = "star"
     config.data.difficulty = "easy"
     config.data.seed = 0  # of the graphs themselves
+    config.data.infill_fraction = 0.0  # of the training examples that become infills, for generate --infill
 
     config.model = ml_collections.ConfigDict()
     config.model.num_layers = 12
@@ -186,6 +187,8 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
             raise ValueError(f"config.{key} must be below 2^32, got {_get(config, key)}")
     if not 0 < config.process.eps < 1:
         raise ValueError(f"config.process.eps must be in (0, 1), got {config.process.eps}")
+    if not 0 <= config.data.infill_fraction <= 1:
+        raise ValueError(f"config.data.infill_fraction must be in [0, 1], got {config.data.infill_fraction}")
     for key in ("optim.ema_decay", "optim.beta1", "optim.beta2"):
         if not 0 <= _get(config, key) < 1:
             raise ValueError(f"config.{key} must be in [0, 1), got {_get(config, key)}")

@@ -71,8 +71,7 @@ class Run:
     def _generate(self, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[dict[str, Any]]:
         """The rows from place `first` on, filled up to `batch_size` of them."""
         filled = rows + [rows[-1]] * (batch_size - len(rows))
-        examples = [star.make_example(self.parts.task, row["prompt"], row.get("answer", ())) for row in filled]
-        x0 = Example(**loader.stack(examples))
+        x0 = Example(**loader.stack([self._example(row) for row in filled]))
         canvas.validate_examples(x0, self.parts.process.vocabulary)
         seed = np.array([row.get("seed", 0) for row in filled], np.uint32)
         asked = None
@@ -85,6 +84,13 @@ class Run:
         drawn = jax.device_get(self._sample(self.params, *local))
         return [self._row(row, drawn, b, first + b) for b, row in enumerate(rows)]
 
+    def _example(self, row: dict[str, Any]) -> dict[str, np.ndarray]:
+        """What is there of an answer is frozen if the network was trained on such, else free."""
+        answer = row.get("answer", ())
+        if len(answer) and self.config.data.infill_fraction:
+            return star.make_infill(self.parts.task, row["prompt"], answer, [at for at, *_ in row["gaps"]])
+        return star.make_example(self.parts.task, row["prompt"], answer)
+
     def _ask(self, row: dict[str, Any]) -> dict[str, Any]:
         """What a `Request` is built from: `columns` of the gaps with their bounds, and the `total`."""
         prompt, answer = len(row["prompt"]), list(row.get("answer", ()))
@@ -94,10 +100,11 @@ class Run:
             raise ValueError(
                 "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
             )
-        if answer and self.parts.sampler not in self.parts.process.FROM_CONTEXT:
+        free = answer and not self.config.data.infill_fraction
+        if free and self.parts.sampler not in self.parts.process.FROM_CONTEXT:
             raise ValueError(
                 f"sampler {self.parts.sampler!r} cannot fill gaps in an answer; use --sampler="
-                f"{' or '.join(self.parts.process.FROM_CONTEXT)}"
+                f"{' or '.join(self.parts.process.FROM_CONTEXT)}, or train with data.infill_fraction"
             )
         least = sum(low for _, low, _ in gaps)
         most = sum(longest if high is None else high for *_, high in gaps)

@@ -80,8 +80,8 @@ def init_state(config: ml_collections.ConfigDict, parts: Parts, optimizer, mesh)
     return jax.jit(init, out_shardings=sharding.state_shardings(abstract, abstract.params, mesh))()
 
 
-def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example):
-    """Draws t (stratified over the global batch) and X_t for each example.
+def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example, infill_fraction: float = 0.0):
+    """Draws t (stratified over the global batch) and X_t for each example, a fraction of them turned into infills.
 
     Returns t and its weights, the canvas, the loss's targets, and one key an example for dropout. The draws run
     inside shard_map: a rejection loop then ends when its own device's rows are done.
@@ -96,6 +96,9 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example):
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
         k_time, k_noise, k_dropout = canvas_lib.split_keys(keys, 3)
         t, weight = process.times(schedules.stratified(k_time, index, B))
+        if infill_fraction:
+            k_infill = jax.vmap(lambda k: jax.random.fold_in(k, 1))(k_noise)
+            x0 = canvas_lib.freeze_spans(k_infill, x0, infill_fraction)
         return t, weight, process.corrupt(k_noise, x0, t), k_dropout
 
     key = jax.random.fold_in(jax.random.key(seed), step)
@@ -131,7 +134,7 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh):
         return jax.lax.scan(add, zeros, parts_of)[0]
 
     def step(state: TrainState, x0: Example):
-        batch = corrupt_batch(process, mesh, config.seed, state.step, x0)
+        batch = corrupt_batch(process, mesh, config.seed, state.step, x0, config.data.infill_fraction)
         grads, terms = gradient(state.params, batch) if micro_batches == 1 else accumulate(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -81,6 +81,29 @@ def test_invalid_examples_are_named(field, index, value, message):
         canvas_lib.validate_examples(_changed(examples, field, index, value), VOCABULARY)
 
 
+def test_freeze_spans_makes_infills_of_a_fraction():
+    """Frozen tokens, closed gaps and the text stay as they were; what comes of it is a valid example."""
+    fraction = 0.3
+    x0 = to_example(_random_texts(np.random.default_rng(8)), L)
+    made = jax.jit(canvas_lib.freeze_spans, static_argnums=2)(_keys(9), x0, fraction)
+    canvas_lib.validate_examples(made, VOCABULARY)
+    for name in ("tokens", "length", "num_bytes"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(x0, name))
+    assert not (x0.frozen & ~made.frozen).any() and not (made.open_gap & ~x0.open_gap).any()
+
+    many = np.asarray(x0.free.sum(-1) == L)  # all free: an infill freezes none with probability 1/2·(2/3)^6
+    changed = (np.asarray(made.frozen) != np.asarray(x0.frozen)).any(-1)
+    share = changed[many].mean()
+    expected = fraction * (1 - 0.5 * (2 / 3) ** (L - 1))
+    assert abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / many.sum())
+    frozen = np.asarray(made.frozen)[many & changed]
+    assert np.mean(frozen[:, 1:] != frozen[:, :-1]) == pytest.approx(1 / 3, abs=0.06)  # of those that changed
+    beside = ~np.asarray(made.free)[many & changed]
+    inner = beside[:, 1:] & beside[:, :-1]
+    share_open = np.asarray(made.open_gap)[many & changed, 1:L][inner].mean()
+    assert abs(share_open - 1 / 4) < 4 * np.sqrt(3 / 16 / inner.sum())
+
+
 # --- Dropping --------------------------------------------------------------------------------------------------------
 
 

@@ -306,6 +306,17 @@ def test_a_grid_does_not_start_from_a_context(smoke_runs, prompts):
         run.generate([prompts[0] | {"answer": [1], "gaps": [(0, 0, None)]}])
 
 
+def test_after_training_on_infills_every_sampler_fills_gaps(smoke_runs, asking):
+    """What is there of an answer is then frozen, as in training."""
+    run = dilm_jax.load(str(smoke_runs["joint"]), sampler="leap", num_steps=2)
+    config = run.config.copy_and_resolve_references()
+    config.data.infill_fraction = 0.5
+    rows = asking[1][3:8:4]
+    for got in dataclasses.replace(run, config=config).generate(rows):
+        assert got["ids"][:10] == rows[0]["prompt"] and got["ids"][11:13] == [4, 5]
+        assert len(got["ids"][10:11]) == 1 and got["inserted"] == got["length"] - 12
+
+
 def test_no_row_is_no_row(warm):
     assert warm.generate([]) == []
 

@@ -1,5 +1,6 @@
 """The likelihood bound against its definition, the entropy of data, and its own Monte Carlo estimate."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,7 +11,9 @@ import pytest
 
 import oracles
 import worlds
+from dilm_jax import canvas as canvas_lib
 from dilm_jax import likelihood
+from dilm_jax.backbone import Scores
 from dilm_jax.processes.registry import PROCESSES
 from oracles import World
 from worlds import K, insert, insertions, rate_and_total, series_S
@@ -159,3 +162,27 @@ def test_bound_of_the_true_rates_is_the_entropy(family):
     error = math.sqrt((law**2) @ (draws.var(-1, ddof=1).sum(0) / draws.shape[-1]) / draws.shape[0] ** 2)
     assert mean == pytest.approx(ENTROPY, abs=4 * error + 5e-3)
     assert error < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BOUNDED)
+def test_memory_at_length_1024_does_not_grow_with_the_number_of_times(family):
+    """By ahead-of-time analysis, 8 texts in bytes: what one time needs, however many there are."""
+    L, B = 1024, 8
+    bytes_ = canvas_lib.Vocabulary(size=261, pad=0, cls=1, bos=2, eos=3, mask=4)
+    process = dataclasses.replace(worlds.process(family), vocabulary=bytes_, max_length=L)
+    num_lengths = (B, L + 1) if process.spec.length_head == "cls" else (B, L + 2, L + 1)
+
+    def network(canvas, clock):
+        logits = jnp.zeros((B, L + 2, 261)) + canvas.tokens[..., None] * clock[:, None, None]
+        return Scores(logits=logits, length_logits=jnp.zeros(num_lengths), stop_logits=None)
+
+    def megabytes(num_times):
+        x0 = jax.eval_shape(lambda: oracles.example_of(["a" * L] * B, L))
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
+        run = jax.jit(lambda key, x0: likelihood.bound_samples(process, network, key, x0, num_times))
+        return run.lower(keys, x0).compile().memory_analysis().temp_size_in_bytes / 2**20
+
+    few, many = megabytes(2), megabytes(64)
+    assert many < 1.05 * few
+    assert many < 1500, f"{many:.0f} MiB"

@@ -305,7 +305,8 @@ def abstract_scores(family):
 
 def probe_noise(made, parts, mesh):
     x0 = tiny.abstract_like(tiny.batch(parts, made))
-    return text(jax.make_jaxpr(lambda x: train.corrupt_batch(parts.process, mesh, made.seed, 0, x))(x0))
+    fraction = made.data.infill_fraction
+    return text(jax.make_jaxpr(lambda x: train.corrupt_batch(parts.process, mesh, made.seed, 0, x, fraction))(x0))
 
 
 def probe_network(made, parts, mesh):
@@ -354,7 +355,7 @@ class Sum:
 def probe_step(made, parts, mesh):
     """Without network and process."""
 
-    def corrupt(process, mesh, seed, step, x0):
+    def corrupt(process, mesh, seed, step, x0, infill_fraction):
         t, key = x0.length / x0.max_length, jax.vmap(jax.random.key)(x0.length)
         targets = InsertionTargets(tokens=x0.tokens, gap=x0.tokens, dropped=x0.frozen, x0=x0, t=t)
         return t, t, x0, targets, key
@@ -398,6 +399,7 @@ EFFECTS = {
     "num_steps": (13, "loop", ()),
     "data.difficulty": ("easy", "data loop", ()),
     "data.seed": (1, "data loop", ()),
+    "data.infill_fraction": (0.5, "noise", ()),
     "model.num_layers": (3, "network", ()),
     "model.width": (32, "network", ()),
     "model.num_heads": (4, "network", ()),

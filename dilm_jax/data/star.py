@@ -197,6 +197,16 @@ def make_example(task: StarTask, prompt: Tokens, answer: Tokens = ()) -> dict[st
     }
 
 
+def make_infill(task: StarTask, prompt: Tokens, answer: Tokens, gaps: Sequence[int]) -> dict[str, np.ndarray]:
+    """The fields of an `Example` whose tokens are all frozen, for a network that was trained on infills: open are the
+    gaps after so many tokens of the answer. Raises ValueError as `make_example`."""
+    fields = make_example(task, prompt, answer)
+    fields["frozen"][: len(prompt) + len(answer)] = True
+    fields["open_gap"][:] = False
+    fields["open_gap"][len(prompt) + np.array(gaps)] = True
+    return fields
+
+
 def score(
     reference: Example, tokens: Int[np.ndarray, "B L"], length: Int[np.ndarray, " B"]
 ) -> dict[str, Float[np.ndarray, " B"]]:
