@@ -191,7 +191,8 @@ def freeze_spans(key: Key[Array, " B"], x0: Example, fraction: float) -> Example
     frozen = x0.frozen | (chosen & x0.valid & (switches % 2 == 0))
     free = jnp.pad(x0.valid & ~frozen, ((0, 0), (1, 1)))
     stays_open = jax.vmap(lambda k: jax.random.uniform(k, (x0.max_length + 1,)))(k_gap) < 1 / 4
-    return x0.replace(frozen=frozen, open_gap=x0.open_gap & (free[:, :-1] | free[:, 1:] | stays_open | ~chosen))
+    open_gap = x0.open_gap & (free[:, :-1] | free[:, 1:] | stays_open | ~chosen)
+    return dataclasses.replace(x0, frozen=frozen, open_gap=open_gap)
 
 
 def to_canvas(x0: Example, vocabulary: Vocabulary) -> Canvas:

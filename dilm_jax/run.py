@@ -16,7 +16,7 @@ from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
 
-ASKS = {"gaps", "length", "max_length"}  # keys of a row that ask for more than to complete its prompt
+ASKS = {"answer", "gaps", "length", "max_length"}  # keys of a row that ask for more than to complete its prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Run:
         return star.make_example(self.parts.task, row["prompt"], answer)
 
     def _ask(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What a `Request` is built from: `columns` of the gaps with their bounds, and the `total`."""
+        """The gaps, and what a `Request` is built from: their `columns` with bounds, and the `total`."""
         prompt, answer = len(row["prompt"]), list(row.get("answer", ()))
         num, longest = prompt + len(answer), self.parts.task.max_length
         gaps = row.get("gaps", [(len(answer), 0, None)])
@@ -120,6 +120,7 @@ class Run:
             raise ValueError(f"the gaps need {least} tokens beside the {num} that are there: more than {longest}")
         bounded = {"length", "max_length"} & row.keys()
         return {
+            "gaps": gaps,
             "columns": [
                 (canvas.BOS_COLUMN + prompt + at, low, request.UNBOUNDED if high is None else high)
                 for at, low, high in gaps

@@ -278,6 +278,12 @@ def test_rows_get_the_lengths_and_gaps_that_they_ask_for(asking):
         assert got["spans"] == [star.format_path(got["ids"][10:11]), star.format_path(got["ids"][13:])]
 
 
+def test_an_answer_without_gaps_goes_on_at_its_end(asking):
+    run, rows = asking
+    generated = run.generate([rows[0] | {"answer": [4, 5], "seed": seed} for seed in range(4)])
+    assert all(row["ids"][10:12] == [4, 5] and len(row["spans"]) == 1 for row in generated)
+
+
 def test_a_row_does_not_depend_on_what_others_ask_for(asking):
     run, rows = asking
     alone = run.generate([row if i % 4 == 0 else rows[0] for i, row in enumerate(rows)])
@@ -311,7 +317,7 @@ def test_after_training_on_infills_every_sampler_fills_gaps(smoke_runs, asking):
     run = dilm_jax.load(str(smoke_runs["joint"]), sampler="leap", num_steps=2)
     config = run.config.copy_and_resolve_references()
     config.data.infill_fraction = 0.5
-    rows = asking[1][3:8:4]
+    rows = [asking[1][3], asking[1][7] | {"seed": 9}]
     for got in dataclasses.replace(run, config=config).generate(rows):
         assert got["ids"][:10] == rows[0]["prompt"] and got["ids"][11:13] == [4, 5]
         assert len(got["ids"][10:11]) == 1 and got["inserted"] == got["length"] - 12
