@@ -38,6 +38,7 @@ class Searching(Clock):
     """`carry` of OrderStatistics."""
 
     rounds: Int[Array, " B"]  # still to go in the search for the time of a context
+    left: Int[Array, " B"]  # how many tokens are missing, as last drawn
 
 
 @struct.dataclass
@@ -73,7 +74,11 @@ class OrderStatistics:
         at_one = jnp.ones(canvas.length.shape, jnp.float32)
         rounds = SEARCH_ROUNDS * (canvas.num_free > 0) * (request is not None)
         return begin(
-            key, canvas, request, self.max_length, carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds)
+            key,
+            canvas,
+            request,
+            self.max_length,
+            carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds, left=rounds),
         )
 
     def advance(self, scores, state, filters):
@@ -88,6 +93,8 @@ class OrderStatistics:
         time = jnp.where(due, self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time), clock.time)
         if state.request is not None:
             time = jnp.where(active & searching, self.time_of(k_time, left), time)
+            room = left if self.calls == 1 else clock.left  # tokens owed are among those that are missing
+            canvas = dataclasses.replace(canvas, open_gap=canvas.open_gap & state.request.may_fire(room))
 
         fire = due if self.calls == 1 else active & ~clock.fresh
         insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
@@ -103,6 +110,7 @@ class OrderStatistics:
                 time=time,
                 fresh=clock.fresh if self.calls == 1 else ~clock.fresh | searching,
                 rounds=jnp.maximum(clock.rounds - 1, 0),
+                left=left,
             ),
         )
 

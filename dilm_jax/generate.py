@@ -28,7 +28,7 @@ _INFILL = flags.DEFINE_string(
 )
 _LENGTH = flags.DEFINE_integer("length", None, "Tokens of the whole text, exactly.", lower_bound=0)
 _MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of the whole text, at most.", lower_bound=0)
-_INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts.")
+_INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts and infills.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
 _SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of the time grid; as in training unless given.")
@@ -42,7 +42,8 @@ _TOP_P = flags.DEFINE_float("top_p", None, "Of the token; 1 is off.")
 def main() -> None:
     given = [flag.name for flag in (_PROMPT, _INFILL, _NUM, _INPUT) if flag.value is not None]
     if len(given) > 1 and (_INPUT.value is not None or {"prompt", "infill"} <= set(given)):
-        raise ValueError(f"--{given[0]} and --{given[1]} exclude each other; give one")
+        one, other = (given[0], given[-1]) if "input" in given else ("prompt", "infill")
+        raise ValueError(f"--{one} and --{other} exclude each other; give one")
     if _LENGTH.value is not None and _MAX_LENGTH.value is not None:
         raise ValueError("--length and --max_length exclude each other; give one")
     run = dilm_jax.load(

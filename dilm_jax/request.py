@@ -1,8 +1,10 @@
 """What is asked of a sample beyond its law: into which gaps tokens may go, and how many (docs/MATH.md 6d).
 
 A request conditions what the length head says; nothing is cut off or padded afterwards, and numbers are always those
-asked for. Without numbers the content is exact: a context with open gaps grows into the texts that contain it. With
-them it is not, because the token scores are still the network's own, which mix over all lengths: in selfcheck's world,
+asked for. Without numbers, with all gaps open and under `event`, the law is known: that of the texts, times the number
+of ways to delete each to the context, times a weight of its length (docs/MATH.md 6d). Gaps that are closed, where the
+network was not trained on closed ones, are an approximation. So are numbers, because the token scores are still the
+network's own, which mix over all lengths: in selfcheck's world,
 where letters say much about the length, texts of two, three and four letters are 0.29, 0.10 and 0.83 (DILM-S) and 0.35,
 0.18 and 0.74 (DILM-M) in total variation from the law given that length (tests/test_request.py). Where letters say
 little about the length that vanishes.
@@ -53,10 +55,17 @@ class Request:
         return jnp.minimum(self.at_most.sum(-1), self.total_at_most)
 
     def may_fire(self, room: Int[Array, " B"]) -> Bool[Array, "B S"]:
-        """Gaps that may get the next token, of `room` that fit: what other gaps are owed must still fit."""
-        spare = (jnp.minimum(self.total_at_most, room) > self.at_least.sum(-1))[:, None]
-        open_group = (self.at_most > 0) & (spare | (self.at_least > 0))
-        return self._of_gap(open_group) & (self.group != NO_GROUP)
+        """Gaps that may get the next token, if `room` more come: those that other gaps are owed must be among them."""
+        return self._of_gap((self.at_most > 0) & ((self.spare(room) > 0)[:, None] | (self.at_least > 0))) & self.inside
+
+    def spare(self, room: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Tokens that no gap is owed, if `room` more come."""
+        return jnp.minimum(self.total_at_most, room) - self.at_least.sum(-1)
+
+    @property
+    def inside(self) -> Bool[Array, "B S"]:
+        """Gaps of groups that are not full."""
+        return self._of_gap(self.at_most > 0) & (self.group != NO_GROUP)
 
     def _of_gap(self, of_group: Array) -> Array:
         return jnp.take_along_axis(of_group, jnp.maximum(self.group, 0), axis=-1)
@@ -83,13 +92,18 @@ def build(
     return Request(**fields)
 
 
-def cap(key: Key[Array, " B"], request: Request, insert: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
-    """Without insertions that no group has a place for; which ones stay is uniform."""
-    G = request.at_least.shape[-1]
+def cap(
+    key: Key[Array, " B"], request: Request, insert: Bool[Array, "B S"], room: Int[Array, " B"]
+) -> Bool[Array, "B S"]:
+    """Without insertions that no group has a place for, or that would take the place of what another group is owed;
+    which ones stay is uniform. A group that is owed tokens gets no more than those in one move."""
+    *keys, k_spare = canvas_lib.split_keys(key, request.at_least.shape[-1] + 1)
+    places = jnp.where(request.at_least > 0, request.at_least, request.at_most)
     kept = jnp.zeros_like(insert)
-    for g, k in enumerate(canvas_lib.split_keys(key, G)):
-        kept = kept | canvas_lib.choose(k, insert & (request.group == g), request.at_most[:, g])
-    return kept
+    for g, k in enumerate(keys):
+        kept = kept | canvas_lib.choose(k, insert & (request.group == g), places[:, g])
+    owed = request._of_gap(request.at_least > 0)
+    return (kept & owed) | canvas_lib.choose(k_spare, kept & ~owed, jnp.maximum(request.spare(room), 0))
 
 
 def after(request: Request, canvas: Canvas, insert: Bool[Array, "B S"]) -> Request:
@@ -121,14 +135,16 @@ def condition(
     if logits.ndim == 2:
         logits = _of_row(logits, scores.lse(), canvas, request, room)
     else:
-        request = _draw_numbers(key, logits, request, room)
+        request = jax.lax.cond(
+            _pending(request).any(), lambda: _draw_numbers(key, logits, request, room), lambda: request
+        )
         logits = _of_gaps(logits, canvas, request)
     narrowed = dataclasses.replace(canvas, open_gap=canvas.open_gap & request.may_fire(room))
     return dataclasses.replace(scores, length_logits=logits), narrowed, request
 
 
 def _of_row(logits, score_lse, canvas: Canvas, request: Request, room: Int[Array, " B"]) -> Float[Array, "B K"]:
-    """log p(l) of the tokens that go into gaps that may fire, within the range asked for.
+    """log p(l) of the tokens that go into groups that are not full, within the range asked for.
 
     Each missing token is in one of them with their share of the joint softmax: l of them are Binomial of all.
     """
@@ -136,8 +152,8 @@ def _of_row(logits, score_lse, canvas: Canvas, request: Request, room: Int[Array
     fits = number <= room[:, None]
     p = jax.nn.softmax(jnp.where(fits, logits, -jnp.inf), axis=-1)
     lse = jnp.where(canvas.open_gap, score_lse, -jnp.inf)
-    inside = jnp.where(request.group != NO_GROUP, jax.nn.softmax(lse, axis=-1), 0.0).sum(-1)
-    outside = (canvas.open_gap & (request.group == NO_GROUP)).any(-1)
+    inside = jnp.minimum(jnp.where(request.inside, jax.nn.softmax(lse, axis=-1), 0.0).sum(-1), 1.0)
+    outside = (canvas.open_gap & ~request.inside).any(-1)
 
     def thin(p):
         inside_of = jax.vmap(lambda q: _binomial(number, number[:, None], q))(inside)  # [B, of, inside]
@@ -152,35 +168,26 @@ def _draw_numbers(key, logits, request: Request, room: Int[Array, " B"]) -> Requ
     """Draws how many tokens each group gets that is bounded, or all of them where their total is, once: from the
     posteriors of the gaps that they still are, given their bounds and the total."""
     B, G = request.at_least.shape
-    number = jnp.arange(logits.shape[-1])
+    number, pending = jnp.arange(logits.shape[-1]), _pending(request)
     limit = jnp.minimum(request.most, room)
-    bounded_total = (request.total_at_least > 0) | (request.total_at_most < UNBOUNDED // 2)
-    bounded = (request.at_least > 0) | (request.at_most < UNBOUNDED // 2) | bounded_total[:, None]
-    pending = bounded & ~request.drawn
 
     row = jnp.arange(B)[:, None]
     gap_of = jnp.argmax(request.group[:, None, :] == jnp.arange(G)[:, None], axis=-1)  # while a group is one gap
     p = jax.nn.softmax(logits[row, gap_of], axis=-1)  # [B, G, K]
     asked = (number >= request.at_least[..., None]) & (number <= request.at_most[..., None])
-    p = _relative(p, asked)
-
-    def convolve(a, b):
-        return jax.vmap(lambda a, b: jnp.convolve(a, b)[: a.shape[-1]])(a, b)
-
-    rest = [jnp.zeros_like(p[:, 0]).at[:, 0].set(1.0)]  # of the groups after g
+    log_p = jnp.log(_relative(p, asked))
+    rest = [jnp.broadcast_to(jnp.where(number == 0, 0.0, -jnp.inf), log_p[:, 0].shape)]  # of the groups after g
     for g in reversed(range(G)):
-        rest.insert(0, convolve(p[:, g], rest[0]))
+        rest.insert(0, _log_convolve(log_p[:, g], rest[0]))
     in_total = (number >= request.total_at_least[:, None]) & (number <= limit[:, None])
     keys = canvas_lib.split_keys(key, G + 1)
 
-    def draw(key, weight):
-        return jax.vmap(jax.random.categorical)(key, jnp.log(weight))
-
-    left = draw(keys[0], jnp.where(in_total, rest[0], 0.0))
+    draw = jax.vmap(jax.random.categorical)
+    left = draw(keys[0], jnp.where(in_total, rest[0], -jnp.inf))
     drawn = []
     for g in range(G):
         others = jnp.take_along_axis(rest[g + 1], jnp.maximum(left[:, None] - number, 0), axis=-1)
-        drawn.append(draw(keys[g + 1], jnp.where(number <= left[:, None], p[:, g] * others, 0.0)))
+        drawn.append(draw(keys[g + 1], jnp.where(number <= left[:, None], log_p[:, g] + others, -jnp.inf)))
         left = left - drawn[-1]
     numbers = jnp.stack(drawn, axis=-1)
     return dataclasses.replace(
@@ -203,6 +210,25 @@ def _of_gaps(logits, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
     share = jnp.where(inside, mean / jnp.where(inside, request._of_gap(total), 1.0), 0.0)
     given = jnp.log(_binomial(number, request._of_gap(request.at_most)[..., None], share[..., None]))
     return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, logits)
+
+
+def _pending(request: Request) -> Bool[Array, "B G"]:
+    """Groups whose number must be drawn, and is not."""
+    bounded_total = (request.total_at_least > 0) | _bounded(request.total_at_most)
+    return ((request.at_least > 0) | _bounded(request.at_most) | bounded_total[:, None]) & ~request.drawn
+
+
+def _bounded(at_most):
+    return at_most < UNBOUNDED // 2  # tokens that came since are counted off UNBOUNDED too
+
+
+def _log_convolve(a: Float[Array, "B K"], b: Float[Array, "B K"]) -> Float[Array, "B K"]:
+    """log Σ_j exp(a_j + b_{k−j}), k = 0..K−1."""
+    number = jnp.arange(a.shape[-1])
+    other = number[:, None] - number
+    terms = a[:, None, :] + jnp.where(other >= 0, b[:, jnp.maximum(other, 0)], -jnp.inf)
+    largest = jnp.maximum(terms.max(-1), -1e30)
+    return jnp.log(jnp.exp(terms - largest[..., None]).sum(-1)) + largest
 
 
 def _relative(p, asked):

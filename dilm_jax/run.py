@@ -96,6 +96,17 @@ class Run:
         prompt, answer = len(row["prompt"]), list(row.get("answer", ()))
         num, longest = prompt + len(answer), self.parts.task.max_length
         gaps = row.get("gaps", [(len(answer), 0, None)])
+        for gap, (at, low, high) in enumerate(gaps):
+            before = gaps[gap - 1][0] if gap else -1
+            if not (before < at <= len(answer) and 0 <= low <= (longest if high is None else high)):
+                raise ValueError(
+                    f"gap {gap} is {(at, low, high)}: expected (tokens of the answer before it, at least, at most or "
+                    f"None), in order, for an answer of {len(answer)} tokens of a text of up to {longest}"
+                )
+        if not gaps:
+            raise ValueError("gaps is empty: nothing could be inserted; give one, or leave it out")
+        if row.get("length", 0) > row.get("max_length", longest):
+            raise ValueError(f"length {row['length']} is above max_length {row.get('max_length', longest)}")
         if self.config.loss.length != "cross_entropy":
             raise ValueError(
                 "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
@@ -108,7 +119,7 @@ class Run:
             )
         least = sum(low for _, low, _ in gaps)
         most = sum(longest if high is None else high for *_, high in gaps)
-        low, high = max(num + least, row.get("length", 0)), min(num + most, longest)
+        high = min(num + most, longest)
         for name in ("length", "max_length"):
             if name in row and not num + least <= row[name] <= min(num + most, longest):
                 raise ValueError(
@@ -116,13 +127,13 @@ class Run:
                     f"more, and the model was trained on up to {longest}"
                 )
             high = min(high, row.get(name, high))
-        if low > high:
+        if num + least > longest:
             raise ValueError(f"the gaps need {least} tokens beside the {num} that are there: more than {longest}")
         bounded = {"length", "max_length"} & row.keys()
         return {
             "gaps": gaps,
             "columns": [
-                (canvas.BOS_COLUMN + prompt + at, low, request.UNBOUNDED if high is None else high)
+                (canvas.BOS_COLUMN + prompt + at, low, request.UNBOUNDED if high is None else min(high, longest))
                 for at, low, high in gaps
             ],
             "total": (row.get("length", num) - num, high - num if bounded else request.UNBOUNDED),
@@ -149,7 +160,7 @@ class Run:
             "ids": ids,
             "length": len(ids),
             "inserted": sum(map(len, spans)),
-            "spans": [star.format_path(span) for span in spans],
+            "spans": [" ".join(map(str, span)) if row.get("answer") else star.format_path(span) for span in spans],
             "nfe": int(drawn.nfe[b]),
             "saturated": int(drawn.saturated[b]),
             "truncated": bool(drawn.truncated[b]),

@@ -20,6 +20,7 @@ from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas
 from dilm_jax.request import Request
 
+FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
 
 
@@ -203,7 +204,7 @@ def conditioned(scores: Scores, state: State, max_length: int) -> tuple[Scores, 
     """Scores and canvas as the request wants them, and the state with the request's numbers drawn."""
     if state.request is None:
         return scores, state.canvas, state
-    key = jax.vmap(lambda k: jax.random.fold_in(k, 1))(state.key)
+    key = _child(state.key, FOR_NUMBERS)
     scores, canvas, request = request_lib.condition(key, scores, state.canvas, state.request, max_length)
     return scores, canvas, dataclasses.replace(state, request=request)
 
@@ -228,7 +229,8 @@ def move(
     insert = drawn.insert & active[:, None]
     request = state.request
     if request is not None:
-        insert = request_lib.cap(jax.vmap(lambda k: jax.random.fold_in(k, 1))(key), request, insert)
+        room = canvas_lib.room(state.canvas, max_length)
+        insert = request_lib.cap(_child(state.key, FOR_PLACES), request, insert, room)
         finished = finished & (request.least == 0)
     canvas, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
     if request is not None:
@@ -244,6 +246,11 @@ def move(
         carry=carry,
         request=request,
     )
+
+
+def _child(key: Key[Array, " B"], number: int) -> Key[Array, " B"]:
+    """Of each row's key; with a number that `split_keys` never comes to."""
+    return jax.vmap(lambda k: jax.random.fold_in(k, number))(key)
 
 
 def _nothing_due(canvas: Canvas, request: Request | None, max_length: int) -> Bool[Array, " B"]:

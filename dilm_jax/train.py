@@ -97,7 +97,7 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example, infill_f
         k_time, k_noise, k_dropout = canvas_lib.split_keys(keys, 3)
         t, weight = process.times(schedules.stratified(k_time, index, B))
         if infill_fraction:
-            k_infill = jax.vmap(lambda k: jax.random.fold_in(k, 1))(k_noise)
+            k_infill = jax.vmap(lambda k: jax.random.fold_in(k, 2**16))(k_noise)  # not a child of corrupt's
             x0 = canvas_lib.freeze_spans(k_infill, x0, infill_fraction)
         return t, weight, process.corrupt(k_noise, x0, t), k_dropout
 

@@ -80,6 +80,7 @@ WEIGHT_OF_CONTEXT = {  # docs/MATH.md 6d
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_context_with_open_gaps_grows_into_the_texts_that_have_it(family):
     """All gaps open, no numbers asked for: p(x0) times the number of ways to delete to the context, times a weight of
@@ -98,6 +99,7 @@ MIXING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, num", MIXING)
 def test_a_length_that_is_asked_for(family, num):
     drawn, nfe, _ = texts(family, "event", (), [(0, *FREE)], total=(num, num))
@@ -134,3 +136,27 @@ def test_numbers_and_contexts(family, sampler, middle, total, possible):
     assert set(numbers) <= possible  # not all are likely in this world
     for text, (between, after) in zip(drawn, numbers, strict=True):
         assert text[0] == A and text[1 + between] == B and len(text) == 2 + between + after
+
+
+def asked_for(gaps, total, num_columns=8):
+    made = request.build(num_columns, [gaps], [total], len(gaps))
+    return jax.tree.map(jnp.asarray, made)
+
+
+def test_what_is_owed_keeps_its_place():
+    """Group 0 is owed two tokens; the gaps of group 1 may have what is left of the room."""
+    made = asked_for([(1, 2, 2), (3, *FREE)], FREE)
+    made = made.replace(group=made.group.at[0, 4:6].set(1))
+    insert = made.group == 1
+    for room, kept in ((2, 0), (3, 1), (4, 2), (9, 3)):
+        assert request.cap(oracles.row_keys(0, 1), made, insert, jnp.array([room])).sum() == kept
+    fires = {room: set(np.flatnonzero(made.may_fire(jnp.array([room]))[0])) for room in (2, 3)}
+    assert fires == {2: {1}, 3: {1, 3, 4, 5}}
+
+
+def test_numbers_that_the_network_calls_impossible_are_drawn_all_the_same():
+    logits = jnp.where(jnp.arange(21) == 0, 0.0, -40.0) * jnp.ones((1, 8, 1))
+    made = asked_for([(1, 0, 3), (2, 0, 4), (3, 0, 3), (4, 2, 3)], (13, 13))
+    drawn = request._draw_numbers(oracles.row_keys(0, 1), logits, made, jnp.array([20]))
+    np.testing.assert_array_equal(drawn.at_most, [[3, 4, 3, 3]])
+    assert drawn.drawn.all() and (drawn.at_least == drawn.at_most).all()
