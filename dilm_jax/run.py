@@ -105,8 +105,8 @@ class Run:
                 )
         if not gaps:
             raise ValueError("gaps is empty: nothing could be inserted; give one, or leave it out")
-        if row.get("length", 0) > row.get("max_length", longest):
-            raise ValueError(f"length {row['length']} is above max_length {row.get('max_length', longest)}")
+        if {"length", "max_length"} <= row.keys() and row["length"] > row["max_length"]:
+            raise ValueError(f"length {row['length']} is above max_length {row['max_length']}")
         if self.config.loss.length != "cross_entropy":
             raise ValueError(
                 "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
@@ -119,24 +119,23 @@ class Run:
             )
         least = sum(low for _, low, _ in gaps)
         most = sum(longest if high is None else high for *_, high in gaps)
-        high = min(num + most, longest)
+        reach = min(num + most, longest)
         for name in ("length", "max_length"):
-            if name in row and not num + least <= row[name] <= min(num + most, longest):
+            if name in row and not num + least <= row[name] <= reach:
                 raise ValueError(
                     f"{name} {row[name]} cannot be had: the text has {num} tokens, its gaps take {least} to {most} "
                     f"more, and the model was trained on up to {longest}"
                 )
-            high = min(high, row.get(name, high))
         if num + least > longest:
             raise ValueError(f"the gaps need {least} tokens beside the {num} that are there: more than {longest}")
-        bounded = {"length", "max_length"} & row.keys()
+        at_most = row.get("length", row.get("max_length"))
         return {
             "gaps": gaps,
             "columns": [
                 (canvas.BOS_COLUMN + prompt + at, low, request.UNBOUNDED if high is None else min(high, longest))
                 for at, low, high in gaps
             ],
-            "total": (row.get("length", num) - num, high - num if bounded else request.UNBOUNDED),
+            "total": (row.get("length", num) - num, request.UNBOUNDED if at_most is None else at_most - num),
         }
 
     @functools.cached_property
