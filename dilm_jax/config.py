@@ -298,7 +298,7 @@ def build(config: ml_collections.ConfigDict) -> Parts:
         max_length=task.max_length,
         schedule=_schedule(config),
         eps=config.process.eps,
-        loss_config=LossConfig(**{k: v for k, v in config.loss.items() if k != "time_sampling"}),
+        loss_config=loss_config(config),
         time_sampling=config.loss.time_sampling,
     )
     return Parts(
@@ -315,6 +315,10 @@ def build(config: ml_collections.ConfigDict) -> Parts:
         model=dict(config.model),
         matmul_precision=config.train.matmul_precision,
     )
+
+
+def loss_config(config: ml_collections.ConfigDict) -> LossConfig:
+    return LossConfig(**{key: value for key, value in config.loss.items() if key != "time_sampling"})
 
 
 def _schedule(config: ml_collections.ConfigDict) -> Schedule:

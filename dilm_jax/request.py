@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.scipy.stats import binom
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dilm_jax import canvas as canvas_lib
@@ -156,7 +157,7 @@ def _of_row(logits, score_lse, canvas: Canvas, request: Request, room: Int[Array
     outside = (canvas.open_gap & ~request.inside).any(-1)
 
     def thin(p):
-        inside_of = jax.vmap(lambda q: _binomial(number, number[:, None], q))(inside)  # [B, of, inside]
+        inside_of = jax.vmap(lambda q: binom.pmf(number, number[:, None], q))(inside)  # [B, of, inside]
         return jnp.where(outside[:, None], jnp.einsum("bn,bnk->bk", p, inside_of), p)
 
     p = jax.lax.cond(outside.any(), thin, lambda p: p, p)
@@ -208,7 +209,7 @@ def _of_gaps(logits, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
     row, G = jnp.arange(mean.shape[0])[:, None], request.at_least.shape[-1]
     total = jnp.zeros((mean.shape[0], G)).at[row, jnp.where(inside, request.group, G)].add(mean, mode="drop")
     share = jnp.where(inside, mean / jnp.where(inside, request._of_gap(total), 1.0), 0.0)
-    given = jnp.log(_binomial(number, request._of_gap(request.at_most)[..., None], share[..., None]))
+    given = binom.logpmf(number, request._of_gap(request.at_most)[..., None], share[..., None])
     return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, logits)
 
 
@@ -226,20 +227,10 @@ def _log_convolve(a: Float[Array, "B K"], b: Float[Array, "B K"]) -> Float[Array
     """log Σ_j exp(a_j + b_{k−j}), k = 0..K−1."""
     number = jnp.arange(a.shape[-1])
     other = number[:, None] - number
-    terms = a[:, None, :] + jnp.where(other >= 0, b[:, jnp.maximum(other, 0)], -jnp.inf)
-    largest = jnp.maximum(terms.max(-1), -1e30)
-    return jnp.log(jnp.exp(terms - largest[..., None]).sum(-1)) + largest
+    return jax.nn.logsumexp(a[:, None, :] + jnp.where(other >= 0, b[:, jnp.maximum(other, 0)], -jnp.inf), axis=-1)
 
 
 def _relative(p, asked):
     """p over its largest where it is asked for, at least LEAST; 0 elsewhere."""
     p = jnp.where(asked, p, 0.0)
     return jnp.where(asked, jnp.maximum(p / jnp.maximum(p.max(-1, keepdims=True), 1e-30), LEAST), 0.0)
-
-
-def _binomial(k, n, p):
-    """P(Binomial(n, p) = k), 0 for k > n."""
-    inside = k <= n
-    log_choose = jax.lax.lgamma(n + 1.0) - jax.lax.lgamma(k + 1.0) - jax.lax.lgamma(jnp.where(inside, n - k, 0) + 1.0)
-    log_p = log_choose + jax.scipy.special.xlogy(k, p) + jax.scipy.special.xlog1py(n - k, -p)
-    return jnp.where(inside, jnp.exp(log_p), 0.0)
