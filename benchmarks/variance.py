@@ -8,7 +8,7 @@ other texts, times and noise, the same ones for all losses. Printed is the trace
 relative to the default's, with the standard error of that ratio, and the squared norm of its mean likewise: that of
 marginal targets is the same, that of the paper's kernel need not be.
 
-Then the share of a train step that the dynamic program of marginal targets takes, at L = 1024, batch 8.
+Then the share of a gradient's time that the dynamic program of marginal targets takes, at L = 1024, batch 8.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ import optax
 from absl import flags
 from flax import nnx
 
-from dilm_jax import alignment, cli, schedules
-from dilm_jax import canvas as canvas_lib
+from dilm_jax import alignment, cli, sharding, train
+from dilm_jax import config as config_lib
 from dilm_jax.backbone import Transformer
 from dilm_jax.canvas import Example, Vocabulary
 from dilm_jax.data import loader
@@ -42,15 +42,9 @@ _STEPS = flags.DEFINE_integer("steps", 300, "Of training, before the gradients a
 _BATCH = flags.DEFINE_integer("batch_size", 16, "Texts of a gradient.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
 
+ONE_DEVICE = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
 BERT_VOCABULARY = "tests/data/bert-base-uncased"
-DEFAULT = LossConfig(
-    kernel="exact",
-    alignment="sampled",
-    length="cross_entropy",
-    weighting="self_normalized",
-    max_weight=math.inf,
-    targets="gather",
-)
+DEFAULT = config_lib.loss_config(config_lib.default_config())
 LOSSES = {
     "exact, sampled": DEFAULT,
     "exact, marginal": dataclasses.replace(DEFAULT, alignment="marginal"),
@@ -65,10 +59,10 @@ class Corpus:
 
     texts: Example  # numpy
     vocabulary: Vocabulary
-    sigma: tuple[float, float]  # of the joint and of the independent family: σ̄_1 covers the lengths
+    sigma: tuple[float, float]  # smallest and largest, of the joint family's schedule: σ̄_1 covers the lengths
 
     def process(self, family: str, loss_config: LossConfig):
-        sigma_min, sigma_max = {"joint": (self.sigma[0] / 20, self.sigma[0]), "independent": (0.1, 40.0)}[family]
+        sigma_min, sigma_max = {"joint": self.sigma, "independent": (0.1, 40.0)}[family]
         return PROCESSES[family](
             vocabulary=self.vocabulary,
             max_length=self.texts.tokens.shape[1],
@@ -135,32 +129,29 @@ class Model:
         made = Transformer(
             vocab_size=process.vocabulary.size,
             spec=process.spec,
-            num_layers=self.num_layers,
-            width=self.width,
-            num_heads=4,
-            mlp_width=4 * self.width,
-            cond_width=self.width,
-            dropout=0.0,
-            rope_theta=1e4,
-            dtype="float32",
-            remat=False,
-            scan=True,
             rngs=nnx.Rngs(0),
+            **dict(config_lib.default_config().model)
+            | {
+                "num_layers": self.num_layers,
+                "width": self.width,
+                "num_heads": 4,
+                "mlp_width": 4 * self.width,
+                "cond_width": self.width,
+                "dropout": 0.0,
+                "dtype": "float32",
+            },
         )
         graphdef, params = nnx.split(made, nnx.Param)
         return params, lambda params, canvas, t: nnx.merge(graphdef, params)(canvas, t)
 
     def gradients(self, losses: list[LossConfig]) -> Callable:
-        """Jitted (parameters, texts, key) → the gradient of each loss, on the same noise."""
+        """Jitted (parameters, texts, step) → the gradient of each loss, on the same noise."""
         processes = [self.corpus.process(self.family, config) for config in losses]
         _, network = self.network
 
         @jax.jit
-        def gradients(params, x0: Example, key):
-            B = x0.length.shape[0]
-            k_time, k_noise = canvas_lib.split_keys(jax.random.split(key, B), 2)
-            t, _ = processes[0].times(schedules.stratified(k_time, jnp.arange(B), B))
-            canvas, targets = processes[0].corrupt(k_noise, x0, t)
+        def gradients(params, x0: Example, step):
+            t, _, canvas, targets, _ = train.corrupt_batch(processes[0], ONE_DEVICE, 0, step, x0)
             scores, pull = jax.vjp(lambda params: network(params, canvas, t), params)
             of_scores = [
                 jax.grad(lambda scores, p=p: p.loss(scores, canvas, targets)["loss"].mean())(scores) for p in processes
@@ -180,7 +171,7 @@ class Model:
         update = jax.jit(optimizer.update)
         state = optimizer.init(params)
         for step in range(num_steps):
-            (gradient,) = gradients(params, self.batch(step, 32), jax.random.key(step))
+            (gradient,) = gradients(params, self.batch(step, 32), step)
             updates, state = update(gradient, state)
             params = optax.apply_updates(params, updates)
         return params
@@ -195,7 +186,7 @@ def measure(model: Model, num_steps: int, num_draws: int, batch_size: int) -> li
     add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     for draw in range(num_draws):
         step = num_steps + draw
-        drawn = gradients(params, model.batch(step, batch_size), jax.random.key(step))
+        drawn = gradients(params, model.batch(step, batch_size), step)
         squared_norms[draw] = [float(optax.global_norm(g)) ** 2 for g in drawn]
         total = [add(a, b) for a, b in zip(total, drawn, strict=True)]
     of_mean = np.array([float(optax.global_norm(g)) ** 2 for g in total]) / num_draws**2
@@ -222,14 +213,13 @@ def measure_cost(lines: list[str], family: str) -> dict:
     corpus = dataclasses.replace(sentences(lines, L), texts=_texts(ids, L), sigma=(200.0, 4000.0))
     model = Model(corpus, family, width=128, num_layers=4)
     params, _ = model.network
-    x0, key = jax.tree.map(jnp.asarray, corpus.texts), jax.random.key(0)
+    x0 = jax.tree.map(jnp.asarray, corpus.texts)
     process = corpus.process(family, DEFAULT)
-    keys = jax.random.split(key, batch_size)
-    canvas, targets = jax.jit(process.corrupt)(keys, x0, jnp.linspace(0.05, 0.95, batch_size))
+    canvas = jax.jit(lambda x0: train.corrupt_batch(process, ONE_DEVICE, 0, 0, x0)[2])(x0)
     seconds = {
-        "sampled": _seconds(model.gradients([LOSSES["exact, sampled"]]), params, x0, key),
-        "marginal": _seconds(model.gradients([LOSSES["exact, marginal"]]), params, x0, key),
-        "dynamic program": _seconds(jax.jit(alignment.gap_posterior), targets.x0, canvas),
+        "sampled": _seconds(model.gradients([LOSSES["exact, sampled"]]), params, x0, 0),
+        "marginal": _seconds(model.gradients([LOSSES["exact, marginal"]]), params, x0, 0),
+        "dynamic program": _seconds(jax.jit(alignment.gap_posterior), x0, canvas),
     }
     return {"family": family, **seconds, "share": seconds["dynamic program"] / seconds["marginal"]}
 

@@ -15,15 +15,18 @@ import optax
 import pytest
 from flax import nnx
 
-from dilm_jax import canvas as canvas_lib
-from dilm_jax import likelihood, schedules, worlds
+from dilm_jax import config as config_lib
+from dilm_jax import likelihood, sharding, train, worlds
 from dilm_jax.backbone import Transformer
-from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.schedules import LogLinear
 
 BOUNDED = ("joint", "independent")
 L, NUM_STEPS, BATCH = 4, 1500, 128
+SIZE = {
+    "num_layers": 2, "width": 32, "num_heads": 2, "mlp_width": 64, "cond_width": 32, "dropout": 0.0, "dtype": "float32",
+}  # fmt: skip
+ONE_DEVICE = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
 A, B, C = 5, 6, 7
 LAW = {
     (): 0.1, (A,): 0.1, (A, A): 0.15, (A, B, A): 0.2, (C, C, C): 0.1, (C, A, C, B): 0.2, (B, B, B, B): 0.15,
@@ -31,10 +34,8 @@ LAW = {
 PROBS = np.array(list(LAW.values()))
 ENTROPY = -(PROBS * np.log(PROBS)).sum()
 TEXTS = worlds.to_example([worlds.plain(text) for text in LAW], L)
-OPTIMIZED = {
-    "xla_backend_optimization_level": 2,
-    "xla_llvm_disable_expensive_passes": False,
-}  # the rest is compiled fast
+# Training and evaluation run for long; other tests' programs are compiled fast (conftest.py).
+OPTIMIZED = {"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False}
 
 
 def take(rows):
@@ -42,20 +43,13 @@ def take(rows):
 
 
 def make_process(family, **changed):
-    config = LossConfig(
-        kernel="exact",
-        alignment="sampled",
-        length="cross_entropy",
-        weighting="self_normalized",
-        max_weight=math.inf,
-        targets="gather",
-    )
+    """With the default loss, but for what is changed."""
     return PROCESSES[family](
         vocabulary=worlds.vocabulary(3),
         max_length=L,
         schedule=LogLinear(sigma_min=3.0, sigma_max=30.0),
         eps=1e-3,
-        loss_config=dataclasses.replace(config, **changed),
+        loss_config=dataclasses.replace(config_lib.loss_config(config_lib.default_config()), **changed),
         time_sampling="uniform",
     )
 
@@ -64,33 +58,17 @@ def make_process(family, **changed):
 def network(family):
     """(parameters as initialised, (parameters, canvas, t) → scores)."""
     process = make_process(family)
-    made = Transformer(
-        vocab_size=process.vocabulary.size,
-        spec=process.spec,
-        num_layers=2,
-        width=32,
-        num_heads=2,
-        mlp_width=64,
-        cond_width=32,
-        dropout=0.0,
-        rope_theta=1e4,
-        dtype="float32",
-        remat=False,
-        scan=True,
-        rngs=nnx.Rngs(0),
-    )
+    model = dict(config_lib.default_config().model) | SIZE
+    made = Transformer(vocab_size=process.vocabulary.size, spec=process.spec, **model, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(made, nnx.Param)
     return params, lambda params, canvas, t: nnx.merge(graphdef, params)(canvas, t)
 
 
-def noised(family, key):
-    """A batch of texts by their law, noised."""
-    process = make_process(family)
-    k_text, k_rest = jax.random.split(key)
-    x0 = take(jax.random.choice(k_text, len(LAW), (BATCH,), p=jnp.asarray(PROBS)))
-    k_time, k_noise = canvas_lib.split_keys(jax.random.split(k_rest, BATCH), 2)
-    t, _ = process.times(schedules.stratified(k_time, jnp.arange(BATCH), BATCH))
-    return t, *process.corrupt(k_noise, x0, t)
+def noised(family, step):
+    """A batch of texts by their law, noised: t, canvas, targets."""
+    which = jax.random.choice(jax.random.fold_in(jax.random.key(1), step), len(LAW), (BATCH,), p=jnp.asarray(PROBS))
+    t, _, canvas, targets, _ = train.corrupt_batch(make_process(family), ONE_DEVICE, 0, step, take(which))
+    return t, canvas, targets
 
 
 @functools.cache
@@ -99,18 +77,18 @@ def trained(family):
     process, (params, apply) = make_process(family), network(family)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, NUM_STEPS))
 
-    def step(carry, index):
+    def update(carry, step):
         params, state = carry
-        t, canvas, targets = noised(family, jax.random.fold_in(jax.random.key(0), index))
+        t, canvas, targets = noised(family, step)
         gradient = jax.grad(lambda p: process.loss(apply(p, canvas, t), canvas, targets)["loss"].mean())(params)
         updates, state = optimizer.update(gradient, state)
         return (optax.apply_updates(params, updates), state), None
 
-    train = jax.jit(
-        lambda params: jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(NUM_STEPS))[0][0],
+    fit = jax.jit(
+        lambda params: jax.lax.scan(update, (params, optimizer.init(params)), jnp.arange(NUM_STEPS))[0][0],
         compiler_options=OPTIMIZED,
     )
-    return train(params)
+    return fit(params)
 
 
 @functools.cache
@@ -159,12 +137,12 @@ def test_papers_kernel_never_has_the_smaller_loss(family):
     losses = {kernel: make_process(family, kernel=kernel).loss for kernel in ("exact", "paper")}
 
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
-    def both(params, key):
-        t, canvas, targets = noised(family, key)
+    def both(params, step):
+        t, canvas, targets = noised(family, step)
         scores = apply(params, canvas, t)
         return [losses[kernel](scores, canvas, targets)["loss"] for kernel in ("exact", "paper")]
 
     for params in (trained(family), random):
-        exact, paper = (np.stack(x) for x in zip(*[both(params, jax.random.key(i)) for i in range(20)], strict=True))
+        exact, paper = (np.stack(x) for x in zip(*[both(params, NUM_STEPS + i) for i in range(20)], strict=True))
         assert (paper >= exact - 1e-5 * (1 + np.abs(exact))).all()
         assert paper.mean() > exact.mean() + 1e-3
