@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import coverage, likelihood, metrics, sampling, sharding
+from dilm_jax import coverage, likelihood, metrics, sampling, schedules, sharding
 from dilm_jax.canvas import Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
@@ -95,8 +95,8 @@ def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) 
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
     def bound(params, x0: Example, seed, index):
-        key = row_keys(seed, index)
-        return likelihood.bound_samples(process, functools.partial(apply, params), key, x0, num_times).T
+        key, place = row_keys(seed, index), schedules.evenly_spread(seed, index)
+        return likelihood.bound_samples(process, functools.partial(apply, params), key, place, x0, num_times).T
 
     return bound
 

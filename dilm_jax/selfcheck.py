@@ -269,7 +269,7 @@ class Checked:
             return
         yield "noise: P(m of n left) solves the Kolmogorov equation of its rates", self.kolmogorov_error, 1e-3
         yield "noise: the rate of a deletion does not depend on the clean text (Markov)", self.markov_error, 1e-3
-        yield "noise: P(nothing left at t = 1)", self.empty_error, 1e-3
+        yield "noise: P(nothing left at t = 1), and P(one missing) given that", self.empty_error, 1e-3
         yield "corrupt draws every mask as often as it should", self.corrupt_p_value, None
         to_empty = functools.partial(self.corrupt_p_value, to_empty=True)
         yield "corrupt_to_empty draws every mask as often, given that t = 1 is empty", to_empty, None
@@ -353,10 +353,13 @@ class Checked:
         return result
 
     def empty_error(self):
-        """Of `start_nonempty`, of kept_probs and of the backward equation."""
-        _, kept, _ = self.chain
+        """Of `start_nonempty`, of kept_probs and of the backward equation; and of `one_missing`."""
+        t, kept, _ = self.chain
         said = 1 - np.asarray(self.process.start_nonempty(jnp.arange(K)))
-        return max(np.abs(said - kept[-1, :, 0]).max(), np.abs(said - self.then_empty[0]).max())
+        n, at = np.arange(1, K), NUM_GRID // 2
+        one = np.asarray(self.process.one_missing(jnp.asarray(n), jnp.full(len(n), t[at], jnp.float32)))
+        given_empty = kept[at, n, n - 1] * self.then_empty[at, n - 1] / self.then_empty[0, n]
+        return max(np.abs(x).max() for x in (said - kept[-1, :, 0], said - self.then_empty[0], one - given_empty))
 
     def mask_probs(self, world: World, t: float, *, to_empty: bool) -> np.ndarray:
         """P(mask | text) [P] of each pair, if `to_empty` given that nothing is left at t = 1."""
@@ -594,8 +597,9 @@ class Checked:
         world, copies, times = plain_world(), 64, 8
         texts = [text for text in world.texts for _ in range(copies)]
         x0 = worlds.to_example(texts, L)
-        draws = jax.jit(likelihood.bound_samples, static_argnums=(0, 1, 4))(
-            self.process, self.network(world), _keys(5, len(texts)), x0, times
+        place = schedules.evenly_spread(jnp.zeros(len(texts), jnp.uint32), jnp.arange(len(texts)))
+        draws = jax.jit(likelihood.bound_samples, static_argnums=(0, 1, 5))(
+            self.process, self.network(world), _keys(5, len(texts)), place, x0, times
         )
         each = np.asarray(draws, np.float64).mean(0).reshape(len(world.texts), copies)
         law, exact = self.start_law(), self.true_bounds

@@ -614,7 +614,7 @@ def test_metrics_have_the_documented_keys(smoke_runs, family):
         assert math.isclose(row["train/loss"], row["train/loss_token"] + row["train/loss_length"], rel_tol=1e-5)
     assert sum(speed <= row.keys() for row in trained) >= 25  # all but those after a start or an evaluation
     names = ["exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated"]
-    names += ["nelbo_nats_per_token", "nelbo_perplexity", "nelbo_stderr", "p_start_nonempty"]
+    names += ["nelbo_nats_per_token", "nelbo_low", "nelbo_high", "nelbo_perplexity", "nelbo_stderr", "p_start_nonempty"]
     for row in evaluated:
         assert row.keys() == {"step", "time"} | {f"eval/{name}" for name in names}
 

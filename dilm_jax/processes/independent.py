@@ -172,6 +172,11 @@ class Independent:
         """1 − (1 − ρ_1)^n."""
         return -jnp.expm1(n * jnp.log1p(-jnp.exp(-self.schedule.total(jnp.float32(1.0)))))
 
+    def one_missing(self, n, t):
+        """n·q·(1 − q)^{n−1}, q = (1 − ρ_t)/(1 − ρ_1)."""
+        gone = jnp.minimum(self._drop_prob(t) / self._drop_prob(jnp.ones_like(t)), 1.0)
+        return n * gone * (1 - gone) ** jnp.maximum(n - 1, 0)
+
     def kept_probs(self, n, t):
         """Binomial(n, ρ_t)."""
         m = jnp.arange(self.max_length + 1)

@@ -154,6 +154,17 @@ class Joint:
         total = concrete_total(self.schedule, 1.0)
         return jnp.where(n > 0, jax.scipy.special.gammaincc(jnp.maximum(n, 1).astype(jnp.float32), total), 0.0)
 
+    def one_missing(self, n, t):
+        """P(one ring by t, and n − 1 at least in the rest), of n = 1 P(one ring by t at least), over P(n rings at
+        least): with P(n rings at least by σ̄) = e^{−σ̄}·σ̄^n/n!·S(n, σ̄)."""
+        total, total_1 = self.schedule.total(t), concrete_total(self.schedule, 1.0)
+        rest = jnp.maximum(total_1 - total, 0.0)
+        before, of_all = jnp.maximum(n - 1, 0), self._log_S(jnp.ones_like(t))
+        log_s_rest = jnp.take_along_axis(log_S(self.max_length, rest, total_1), before[:, None], axis=-1)[:, 0]
+        log_s_all = jnp.take_along_axis(of_all, n[:, None], axis=-1)[:, 0]
+        log_p = jnp.log(total * n / total_1) + before * jnp.log(rest / total_1) + log_s_rest - log_s_all
+        return jnp.where(n > 1, jnp.exp(log_p), jnp.where(n == 1, jnp.expm1(-total) / math.expm1(-total_1), 0.0))
+
     def kept_probs(self, n, t):
         """P(min(Poisson(σ̄_t), n) = n − m)."""
         m, total = jnp.arange(self.max_length + 1), self.schedule.total(t)
