@@ -186,8 +186,13 @@ def card(
 ) -> dict[str, Any]:
     """The content of eval.json: how the numbers were obtained, then the numbers."""
     gap, token = parts.filters.gap, parts.filters.token
-    event = parts.sampler == "event"
-    effort = f"{parts.sampling.calls} calls a token" if event else f"{parts.sampling.num_steps} steps"
+    options = parts.sampling
+    if parts.sampler != "event":
+        effort = f"{options.num_steps} steps"
+    elif options.events_per_call > 1:
+        effort = f"{options.events_per_call} events a call"
+    else:
+        effort = f"{options.calls} calls a token"
     return {
         "split": split,
         "n": num,

@@ -97,11 +97,11 @@ class Insertions:
 
 
 def draw_one_gap(
-    key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, " B"], filters: Filters
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, count: Int[Array, " B"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
-    """(gap, token) of one insertion a row from the joint softmax: the gap from the logsumexp over tokens, then the
-    token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
-    return draw_insertion(key, scores.lse(), scores, canvas, fire, filters)
+    """(gap, token) of one insertion a row from the joint softmax where `count` is above 0: the gap from the logsumexp
+    over tokens, then the token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
+    return draw_insertion(key, scores.lse(), scores, canvas, count > 0, filters)
 
 
 def draw_insertion(
@@ -121,6 +121,18 @@ def draw_insertion(
     return insert, jnp.broadcast_to(token[:, None], insert.shape)
 
 
+def draw_gaps(
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, count: Int[Array, " B"], filters: Filters
+) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
+    """`count` insertions a row: repeated draws from the joint softmax, but those into a gap that was drawn before (the
+    largest of perturbed logits are such draws). Fewer where fewer gaps are open, or left by the filter."""
+    k_gap, k_token = canvas_lib.split_keys(key, 2)
+    noisy = _perturbed(k_gap, filters.gap(jnp.where(canvas.open_gap, scores.lse(), -jnp.inf)))
+    rank = jnp.argsort(jnp.argsort(-noisy, axis=-1), axis=-1)
+    fire = (rank < count[:, None]) & (noisy > -jnp.inf)
+    return draw_every_gap(k_token, scores, canvas, fire, filters)
+
+
 def draw_every_gap(
     key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, "B S"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
@@ -129,9 +141,14 @@ def draw_every_gap(
 
 
 def _categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[Array, " B *N"]:
-    """Gumbel-argmax. The noise is drawn flat: XLA takes twenty times as long to compile it in two dimensions."""
+    """Gumbel-argmax."""
+    return jnp.argmax(_perturbed(key, logits), axis=-1)
+
+
+def _perturbed(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Float[Array, " B *N V"]:
+    """With Gumbel noise. It is drawn flat: XLA takes twenty times as long to compile it in two dimensions."""
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (logits[0].size,), mode="high"))(key)
-    return jnp.argmax(logits + noise.reshape(logits.shape), axis=-1)
+    return logits + noise.reshape(logits.shape)
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
@@ -271,6 +288,7 @@ class SamplingOptions:
       num_steps: steps of the time grid (the paper's MaxSteps).
       calls: network calls a token of "event": 2 is exact, 1 takes gap and token (DILM-S) or the next proposal (DILM-M)
         from the call before.
+      events_per_call: insertions of "event" from one network call, into as many gaps; above 1 `calls` is not read.
       rate_scale: multiplies the insertion rate of "euler". 1 is right; ln(σmax/σmin) reproduces samples of code
         whose rate is not the derivative of its total noise.
 
@@ -280,8 +298,11 @@ class SamplingOptions:
     num_steps: int
     rate_scale: float = 1.0
     calls: int = 2
+    events_per_call: int = 1
 
     def __post_init__(self):
+        if self.events_per_call < 1:
+            raise ValueError(f"sampling.events_per_call must be at least 1, got {self.events_per_call}")
         if self.calls not in (1, 2):
             raise ValueError(f"sampling.calls must be 1 or 2, got {self.calls}")
         if self.num_steps < 1:

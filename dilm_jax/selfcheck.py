@@ -210,7 +210,7 @@ def _uniform_p_value():
     scores = Scores(logits=jnp.ones((1, 65, 64), jnp.bfloat16), length_logits=None, stop_logits=None)
 
     def one(key):
-        insert, tokens = sampling.draw_one_gap(key[None], scores, canvas, jnp.ones(1, bool), Filters())
+        insert, tokens = sampling.draw_one_gap(key[None], scores, canvas, jnp.ones(1, int), Filters())
         return insert[0].argmax() - 1, tokens[0, 0]  # gap 0, after CLS, is closed
 
     quick = {"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False}  # this one runs for long

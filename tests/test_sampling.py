@@ -14,7 +14,17 @@ import oracles
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Example
-from dilm_jax.sampling import Filter, Filters, Grid, Insertions, SamplingOptions, draw_every_gap, draw_one_gap, generate
+from dilm_jax.sampling import (
+    Filter,
+    Filters,
+    Grid,
+    Insertions,
+    SamplingOptions,
+    draw_every_gap,
+    draw_gaps,
+    draw_one_gap,
+    generate,
+)
 
 L, NUM_LETTERS = 10, 9
 S, V = L + 2, oracles.NUM_SPECIAL + NUM_LETTERS
@@ -89,7 +99,8 @@ def test_filter_refuses_what_the_argmax_would_ignore(ignored):
         Filter(temperature=0, **ignored)
 
 
-@pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": 4, "rate_scale": 0.0}])
+@pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": 4, "rate_scale": 0.0}, {"num_steps": 1, "calls": 3},
+                                 {"num_steps": 1, "events_per_call": 0}])  # fmt: skip
 def test_options_refuse(bad):
     with pytest.raises(ValueError, match=str(list(bad.values())[-1])):
         SamplingOptions(**bad)
@@ -114,7 +125,7 @@ def draw_many(scores, canvas, num_draws):
     @functools.partial(jax.jit, compiler_options=OPTIMISE)
     def draws(scores, keys):
         def one(key):
-            insert, tokens = draw_one_gap(key[None], scores, canvas, jnp.array([True]), Filters())
+            insert, tokens = draw_one_gap(key[None], scores, canvas, jnp.array([1]), Filters())
             return insert[0].argmax(), tokens[0, 0]
 
         return jax.lax.map(one, keys)
@@ -162,7 +173,7 @@ def test_one_gap_is_drawn_from_the_joint_softmax():
     canvas = oracles.canvas_of(["abc"], NUM_LETTERS, L)
     canvas = canvas.replace(open_gap=canvas.open_gap.at[:, 2].set(False))
     scores = Scores(logits=jnp.asarray(logits)[None], length_logits=None, stop_logits=None)
-    draw = jax.vmap(lambda key: draw_one_gap(key[None], scores, canvas, jnp.array([True]), Filters()))
+    draw = jax.vmap(lambda key: draw_one_gap(key[None], scores, canvas, jnp.array([1]), Filters()))
     insert, tokens = jax.jit(draw)(oracles.row_keys(0, N))
     insert, tokens = np.asarray(insert)[:, 0], np.asarray(tokens)[:, 0, 0]
     assert (insert.sum(-1) == 1).all()
@@ -174,6 +185,32 @@ def test_one_gap_is_drawn_from_the_joint_softmax():
     assert tv < bound
 
 
+def test_gaps_are_repeated_draws_without_repetition():
+    """The first two of draws from the joint softmax that skip gaps drawn before; tokens from each gap's softmax."""
+    N = 20_000
+    logits = np.random.default_rng(0).normal(size=(S, V)).astype(np.float32)
+    canvas = oracles.canvas_of(["abc"], NUM_LETTERS, L)
+    canvas = canvas.replace(open_gap=canvas.open_gap.at[:, 2].set(False))
+    scores = Scores(logits=jnp.asarray(logits)[None], length_logits=None, stop_logits=None)
+    draw = jax.vmap(lambda key, count: draw_gaps(key[None], scores, canvas, count[None], Filters()), in_axes=(0, None))
+    insert, tokens = (np.asarray(x)[:, 0] for x in jax.jit(draw)(oracles.row_keys(0, N), jnp.int32(2)))
+    assert (insert.sum(-1) == 2).all()
+    open_gaps = [1, 3, 4]
+    p = np.exp(logits[open_gaps]).sum(-1)
+    p /= p.sum()
+    pairs = {(i, j): p[i] * p[j] * (1 / (1 - p[i]) + 1 / (1 - p[j])) for i, j in ((0, 1), (0, 2), (1, 2))}
+    drawn = [list(pairs).index(tuple(open_gaps.index(i) for i in np.flatnonzero(row))) for row in insert]
+    tv, bound = oracles.tv_and_bound(np.array(drawn), np.array(list(pairs.values())), allowance=0)
+    assert tv < bound
+    of_gap = tokens[insert[:, 3], 3]
+    probs = np.exp(logits[3]) / np.exp(logits[3]).sum()
+    tv, bound = oracles.tv_and_bound(of_gap, probs, allowance=0)
+    assert tv < bound
+    for count, made in ((0, 0), (1, 1), (3, 3), (9, 3)):
+        insert, _ = jax.jit(draw)(oracles.row_keys(0, 1), jnp.int32(count))
+        assert insert.sum() == made and not insert[..., 2].any()
+
+
 def test_gap_and_token_have_their_own_filters():
     """A gap is greedy by its sum over tokens, not by its best token."""
     logits = np.full((1, S, V), -5.0, np.float32)
@@ -182,7 +219,7 @@ def test_gap_and_token_have_their_own_filters():
     scores = Scores(logits=jnp.asarray(logits), length_logits=None, stop_logits=None)
     canvas = oracles.canvas_of(["a"], NUM_LETTERS, L)
     draw = jax.jit(jax.vmap(
-        lambda key, filters: draw_one_gap(key[None], scores, canvas, jnp.array([True]), filters), in_axes=(0, None)
+        lambda key, filters: draw_one_gap(key[None], scores, canvas, jnp.array([1]), filters), in_axes=(0, None)
     ), static_argnums=1)  # fmt: skip
     insert, tokens = draw(oracles.row_keys(0, 200), Filters(gap=GREEDY))
     assert insert[:, 0, 1].all()
@@ -200,7 +237,7 @@ def test_nothing_is_inserted_without_an_open_gap():
     scores = Scores(logits=jnp.zeros((1, S, V)), length_logits=None, stop_logits=None)
     filters = Filters(gap=Filter(top_k=2, top_p=0.5), token=GREEDY)
     key = oracles.row_keys(0, 1)
-    insert, tokens = jax.jit(lambda: draw_one_gap(key, scores, canvas, jnp.array([True]), filters))()
+    insert, tokens = jax.jit(lambda: draw_one_gap(key, scores, canvas, jnp.array([1]), filters))()
     assert not insert.any()
     assert (tokens < V).all()
 

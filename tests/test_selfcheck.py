@@ -115,7 +115,7 @@ FAULTS = {
     ),
     "all gaps' numbers of insertions at once": (
         "independent", "processes/independent.py",
-        '"event": Thinning(max_length=self.max_length, eps=self.eps, calls=options.calls, law=self, draw=draw_one),',
+        '"event": many if options.events_per_call > 1 else Thinning(calls=options.calls, draw=draw_one, **common),',
         '"event": dataclasses.replace(grid(self._fire_probability, True), num_steps=1),',
         "sampler event: total variation",
     ),
@@ -127,7 +127,7 @@ FAULTS = {
     ),
     "the bound without [0, eps]": (
         "joint", "likelihood.py",
-        "jnp.where(below, 2 * eps * root / share, weight",
+        "jnp.where(below, eps / share, weight",
         "jnp.where(below, 0.0, weight",
         "bound of the true rates",
     ),

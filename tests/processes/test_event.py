@@ -26,9 +26,9 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in ONE_CALL]
 
 
 @functools.cache
-def samples(family, calls):
+def samples(family, calls, events_per_call=1):
     """{world: (state of each row, NFE, tokens)}, and the saturated moves of all."""
-    options = SamplingOptions(num_steps=1, calls=calls)
+    options = SamplingOptions(num_steps=1, calls=calls, events_per_call=events_per_call)
     sampler = oracles.make_process(family, ROOM["num_letters"], L).samplers(options)["event"]
     nums = list(NUM_ROWS.values())
 
@@ -77,3 +77,19 @@ def test_network_calls_follow_the_length(family):
             assert (nfe <= 2 * length + 1).all() and (nfe >= 2 * length).all()
         elif world is DISTINCT:
             assert nfe.mean() < 3 * L
+
+
+# Total variation that two insertions from one call cost: gaps are drawn apart, and DILM-S's length from its tokens.
+TWO_EVENTS = {"mixture": 0.2, "correlated": 0.5, "distinct": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", oracles.FAMILIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_events_of_a_call(family, world):
+    draws, nfe, length = samples(family, 2, events_per_call=2)[0][WORLDS[world]]
+    tv, bound = oracles.tv_and_bound(draws, law_of_the_empty_start(family, WORLDS[world]), allowance=TWO_EVENTS[world])
+    print(family, world, tv, bound - TWO_EVENTS[world])
+    assert tv < bound
+    assert (nfe <= length + 1).all()
+    assert nfe[length > 2].mean() < length[length > 2].mean()
