@@ -238,6 +238,27 @@ def carry_over(
     return moved.at[row, new].set(at_new, mode="drop")
 
 
+def close_up(
+    canvas: Canvas, dropped: Bool[Array, "B S"], values: Shaped[Array, "B S"], at_pad: ArrayLike
+) -> Shaped[Array, "B S"]:
+    """Values of the columns that are left when the tokens of some go."""
+    B, S = dropped.shape
+    left = canvas.occupied & ~dropped
+    column = jnp.where(left, jnp.cumsum(left, axis=-1) - 1, S)  # S is out of range: dropped by the scatter
+    return jnp.full_like(values, at_pad).at[jnp.arange(B)[:, None], column].set(values, mode="drop")
+
+
+def to_example(canvas: Canvas, frozen: Bool[Array, "B S"]) -> Example:
+    """The text on a canvas, with these columns frozen."""
+    return Example(
+        tokens=canvas.tokens[:, NUM_SPECIAL_COLUMNS:],
+        length=canvas.length - NUM_SPECIAL_COLUMNS,
+        frozen=frozen[:, NUM_SPECIAL_COLUMNS:],
+        open_gap=canvas.open_gap[:, BOS_COLUMN:],
+        num_bytes=jnp.zeros_like(canvas.length),
+    )
+
+
 def choose(key: Key[Array, " B"], eligible: Bool[Array, "B N"], count: Int[Array, " B"]) -> Bool[Array, "B N"]:
     """A uniformly random subset of `count` eligible entries of each row (all of them if there are fewer).
 

@@ -19,7 +19,7 @@ from dilm_jax.data.star import SPLIT_SIZES, TASKS, StarSource, StarTask
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Process
 from dilm_jax.processes.registry import PROCESSES
-from dilm_jax.sampling import Filter, Filters, SamplingOptions
+from dilm_jax.sampling import Corrector, Filter, Filters, SamplingOptions
 from dilm_jax.schedules import SCHEDULES, Schedule, concrete_total
 
 # Keys whose change makes a checkpoint another run's: refused on resume.
@@ -43,10 +43,21 @@ CHOICES = {
     "sampling.sampler": ("event", "leap", "euler"),
 }
 
+
+class _AtLeastOne:
+    """The values of a key that counts."""
+
+    def __contains__(self, value: int) -> bool:
+        return value >= 1
+
+    def __iter__(self):
+        yield "1 or more"
+
+
 # Keys that have an effect only where all values of one of these hold: refused otherwise, unless at their default.
 _ONE_EVENT = {"sampling.sampler": ("event",), "sampling.events_per_call": (1,)}
 _CHOOSES_A_GAP = ({"process.family": ("joint",)}, _ONE_EVENT)
-NEEDS: dict[str, tuple[dict[str, tuple], ...]] = {
+NEEDS: dict[str, tuple[dict[str, Any], ...]] = {
     "loss.targets": ({"loss.alignment": ("sampled",)},),
     "loss.max_weight": ({"loss.weighting": ("elbo",)},),
     "optim.cosine_cycles": ({"optim.schedule": ("cosine",)},),
@@ -55,6 +66,7 @@ NEEDS: dict[str, tuple[dict[str, tuple], ...]] = {
     "sampling.rate_scale": ({"sampling.sampler": ("euler",)},),
     "sampling.calls": (_ONE_EVENT,),
     "sampling.events_per_call": ({"sampling.sampler": ("event",)},),
+    "sampling.corrector_strength": ({"sampling.corrector_steps": _AtLeastOne()},),
     "sampling.gap_temperature": _CHOOSES_A_GAP,
     "sampling.gap_top_k": _CHOOSES_A_GAP,
     "sampling.gap_top_p": _CHOOSES_A_GAP,
@@ -134,6 +146,8 @@ def default_config() -> ml_collections.ConfigDict:
     config.sampling.num_steps = 200  # of the time grid of "leap" and "euler"
     config.sampling.calls = 2  # network calls a token of "event": 2 is exact
     config.sampling.events_per_call = 1  # insertions of "event" from one call, above 1 an approximation
+    config.sampling.corrector_steps = 0  # rounds of noise and generation that revise a finished text
+    config.sampling.corrector_strength = 0.1  # noising time that each goes back to
     config.sampling.rate_scale = 1.0  # multiplies the rate of "euler"
     config.sampling.temperature = 0.0  # of the token; 0 is greedy
     config.sampling.top_k = 0  # 0 is off
@@ -289,6 +303,7 @@ class Parts:
     sampler: str  # a key of process.samplers(sampling)
     sampling: SamplingOptions
     filters: Filters
+    corrector: Corrector
     model: dict[str, Any]  # constructor arguments of the Transformer
     matmul_precision: str
 
@@ -323,6 +338,7 @@ def build(config: ml_collections.ConfigDict) -> Parts:
             events_per_call=config.sampling.events_per_call,
         ),
         filters=_filters(config),
+        corrector=Corrector(steps=config.sampling.corrector_steps, strength=config.sampling.corrector_strength),
         model=dict(config.model),
         matmul_precision=config.train.matmul_precision,
     )

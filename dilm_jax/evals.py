@@ -77,7 +77,8 @@ def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
         key = row_keys(seed, index)
         goes = x0.free if request is None else jnp.zeros_like(x0.free)
         prompt, _ = canvas_lib.drop_tokens(x0, goes, parts.process.vocabulary)
-        state = sampling.generate(functools.partial(apply, params), sampler, key, prompt, parts.filters, request)
+        network = functools.partial(apply, params)
+        state = sampling.generate(network, sampler, key, prompt, parts.filters, request, parts.corrector)
         tokens, length = sampler.decode(state.canvas)
         group = None if state.request is None else state.request.group
         return Samples(tokens, length, state.nfe, state.saturated, state.truncated, group)
@@ -193,6 +194,8 @@ def card(
         effort = f"{options.events_per_call} events a call"
     else:
         effort = f"{options.calls} calls a token"
+    if parts.corrector.steps:
+        effort += f", {parts.corrector.steps} corrections from t = {parts.corrector.strength:g}"
     return {
         "split": split,
         "n": num,

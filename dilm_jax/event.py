@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
-from dilm_jax.canvas import Canvas
-from dilm_jax.sampling import Filters, Insertions, begin, conditioned, draw_every_gap, move
+from dilm_jax.canvas import Canvas, Example, InsertionTargets
+from dilm_jax.sampling import Filters, Insertions, Noise, begin, conditioned, draw_every_gap, move, undo
 
 SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
 Times = Float[Array, " B"]
@@ -40,6 +40,7 @@ class Searching(Clock):
 
     rounds: Int[Array, " B"]  # still to go in the search for the time of a context
     left: Int[Array, " B"]  # how many tokens are missing, as last drawn
+    began: Float[Array, " B"]  # the time of the context
 
 
 @struct.dataclass
@@ -71,6 +72,7 @@ class OrderStatistics:
     next_time: Callable[[Any, Canvas, Int[Array, " B"], Times, Int[Array, " B"]], Times]
     time_of: Callable[[Any, Int[Array, " B"]], Times]  # (key, l) → t of a canvas from which l tokens are missing
     draw: DrawGaps
+    noise_since: Callable[[Any, Example, Times, Times], tuple[Canvas, InsertionTargets]]  # Noise, of paths begun at …
 
     decode = staticmethod(canvas_lib.content)
 
@@ -82,8 +84,18 @@ class OrderStatistics:
             canvas,
             request,
             self.max_length,
-            carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds, left=rounds),
+            carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds, left=rounds, began=at_one),
         )
+
+    def go_back(self, key, state, t):
+        clock = state.carry
+        time = jnp.minimum(t, clock.began)
+
+        def noise(key, x0, time):
+            return self.noise_since(key, x0, time, clock.began)
+
+        carry = dataclasses.replace(clock, time=time, fresh=jnp.ones_like(clock.fresh))
+        return undo(key, state, noise, time, self.eps, self.max_length, carry)
 
     def advance(self, scores, state, filters):
         k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
@@ -118,6 +130,7 @@ class OrderStatistics:
                 fresh=clock.fresh if one_call else ~clock.fresh | searching,
                 rounds=jnp.maximum(clock.rounds - 1, 0),
                 left=left,
+                began=jnp.where(searching, time, clock.began),
             ),
         )
 
@@ -156,12 +169,16 @@ class Thinning:
     calls: int
     law: Missing
     draw: DrawOne
+    noise: Noise
 
     decode = staticmethod(canvas_lib.content)
 
     def start(self, key, canvas, request=None):
-        at_one = jnp.ones(canvas.length.shape, jnp.float32)
-        return begin(key, canvas, request, self.max_length, carry=Proposal(time=at_one, fresh=at_one > 0, bound=at_one))
+        return begin(key, canvas, request, self.max_length, carry=_at(jnp.ones(canvas.length.shape)))
+
+    def go_back(self, key, state, t):
+        time = jnp.full_like(state.clock, t)
+        return undo(key, state, self.noise, time, self.eps, self.max_length, carry=_at(time))
 
     def advance(self, scores, state, filters):
         k_accept, k_wait, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
@@ -196,6 +213,11 @@ class Thinning:
         )
 
 
+def _at(time: Times) -> Proposal:
+    """The next call is the first one at this time."""
+    return Proposal(time=time, fresh=jnp.ones(time.shape, bool), bound=jnp.ones_like(time))
+
+
 @runtime_checkable
 class GapNumbers(Protocol):
     """What a family says of how many tokens are missing from each gap."""
@@ -222,12 +244,16 @@ class ManyEvents:
     eps: float
     events_per_call: int
     law: GapNumbers
+    noise: Noise
 
     decode = staticmethod(canvas_lib.content)
 
     def start(self, key, canvas, request=None):
-        at_one = jnp.ones(canvas.length.shape, jnp.float32)
-        return begin(key, canvas, request, self.max_length, carry=at_one)
+        return begin(key, canvas, request, self.max_length, carry=jnp.ones(canvas.length.shape))
+
+    def go_back(self, key, state, t):
+        time = jnp.full_like(state.clock, t)
+        return undo(key, state, self.noise, time, self.eps, self.max_length, carry=time)
 
     def advance(self, scores, state, filters):
         k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)

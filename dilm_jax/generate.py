@@ -1,6 +1,7 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
 --infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…] [--sampler=…
---steps=… --calls=… --events_per_call=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
+--steps=… --calls=… --events_per_call=… --corrector_steps=… --corrector_strength=… --temperature=… --top_k=… --top_p=…
+--seed=… --output=FILE.jsonl]`.
 
 Without a prompt the graphs come from the test split, and paths that are not the answer are marked. With --output
 the rows are written as jsonl instead; rows of --input are `{"prompt" or "infill": …, "id": …, "seed": …, "length": …,
@@ -34,6 +35,8 @@ _SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in tra
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of the time grid; as in training unless given.")
 _CALLS = flags.DEFINE_integer("calls", None, "Network calls a token of event, 2 (exact) or 1.")
 _EVENTS = flags.DEFINE_integer("events_per_call", None, "Insertions of event from one network call.")
+_CORRECTOR_STEPS = flags.DEFINE_integer("corrector_steps", None, "Revisions of a finished text.")
+_CORRECTOR_STRENGTH = flags.DEFINE_float("corrector_strength", None, "Noising time that each goes back to, up to 1.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the sampling noise.", lower_bound=0, upper_bound=2**32 - 1)
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the token; 0 is greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "Of the token; 0 is off.")
@@ -54,6 +57,8 @@ def main() -> None:
         num_steps=_STEPS.value,
         calls=_CALLS.value,
         events_per_call=_EVENTS.value,
+        corrector_steps=_CORRECTOR_STEPS.value,
+        corrector_strength=_CORRECTOR_STRENGTH.value,
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,

@@ -6,6 +6,7 @@ key b and its own canvas alone.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import request as request_lib
 from dilm_jax.backbone import Scores
-from dilm_jax.canvas import Canvas
+from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.request import Request
 
 FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
@@ -164,6 +165,7 @@ class State:
     nfe: Int[Array, " B"]  # network calls made while the row was unfinished
     saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
     truncated: Bool[Array, " B"]  # an insertion was left out because the canvas was full
+    rounds: Int[Array, " B"]  # of the corrector, still to go
     born: Int[Array, "B S"]  # of each column, the row's call that its token came at, from 1; 0: there from the start
     done: Bool[Array, " B"]
     carry: Any  # the sampler's own pytree
@@ -185,6 +187,34 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class Revisable(Protocol):
+    """A sampler that can go back."""
+
+    def go_back(self, key: Key[Array, " B"], state: State, t: float) -> State:
+        """The state at noising time t of a path that ended at the state, without the tokens that noise has deleted by
+        then; those from before the first call stay. Raises ValueError where the sampler has no such time."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corrector:
+    """Revision of finished texts: noise to time `strength` and generation from there, `steps` times over.
+
+    Noise is drawn given that the path began at the sampler's start, so that each round keeps the law that the sampler
+    returns, if it is exact (docs/MATH.md 6d). Raises ValueError for a value out of range.
+    """
+
+    steps: int = 0
+    strength: float = 0.1
+
+    def __post_init__(self):
+        if self.steps < 0:
+            raise ValueError(f"sampling.corrector_steps must not be negative, got {self.steps}")
+        if not 0 < self.strength <= 1:
+            raise ValueError(f"sampling.corrector_strength must be in (0, 1], got {self.strength}")
+
+
 def generate(
     network: Network,
     sampler: Sampler,
@@ -192,13 +222,39 @@ def generate(
     canvas: Canvas,
     filters: Filters,
     request: Request | None = None,
+    corrector: Corrector | None = None,
 ) -> State:
-    """Runs the sampler until every row is done. Jittable; shapes are static."""
+    """Runs the sampler until every row is done, and revised. Jittable; shapes are static.
+
+    Raises ValueError for a corrector where the sampler cannot go back.
+    """
+    rounds = corrector.steps if corrector else 0
+    if rounds and not isinstance(sampler, Revisable):
+        raise ValueError(f"{type(sampler).__name__} cannot go back: leave sampling.corrector_steps at 0")
 
     def advance(state):
+        if rounds:
+            state = _revise(sampler, state, corrector.strength)
         return sampler.advance(network(state.canvas, state.clock), state, filters)
 
-    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas, request))
+    state = sampler.start(key, canvas, request)
+    state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, rounds))
+    return jax.lax.while_loop(lambda state: ~(state.done & (state.rounds == 0)).all(), advance, state)
+
+
+def _revise(sampler: Revisable, state: State, strength: float) -> State:
+    """With the rows that are done, and have rounds to go, back at time `strength`."""
+    goes_back = state.done & (state.rounds > 0)
+
+    def go_back():
+        k_noise, k_next = canvas_lib.split_keys(state.key, 2)
+        back = sampler.go_back(k_noise, state, strength)
+        back = dataclasses.replace(back, key=k_next, rounds=state.rounds - 1)
+        return jax.tree.map(
+            lambda new, old: jnp.where(goes_back.reshape(-1, *[1] * (old.ndim - 1)), new, old), back, state
+        )
+
+    return jax.lax.cond(goes_back.any(), go_back, lambda: state)
 
 
 def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_length: int, carry: Any) -> State:
@@ -212,6 +268,7 @@ def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_le
         nfe=zeros,
         saturated=zeros,
         truncated=jnp.zeros(B, bool),
+        rounds=zeros,
         born=jnp.zeros(canvas.tokens.shape, jnp.int32),
         done=_nothing_due(canvas, request, max_length),
         carry=carry,
@@ -262,8 +319,35 @@ def move(
         nfe=nfe,
         saturated=state.saturated + (drawn.saturated & active),
         truncated=state.truncated | truncated,
+        rounds=state.rounds,
         born=canvas_lib.carry_over(state.canvas, insert, state.born, nfe[:, None], 0),
         done=state.done | finished | truncated | _nothing_due(canvas, request, max_length),
+        carry=carry,
+        request=request,
+    )
+
+
+# (key, clean texts, t) → an exact draw of X_t given that no free token is left at the sampler's start, and the loss's
+# targets.
+Noise = Callable[[Key[Array, " B"], Example, Float[Array, " B"]], tuple[Canvas, InsertionTargets]]
+
+
+def undo(
+    key: Key[Array, " B"], state: State, noise: Noise, t: Float[Array, " B"], eps: float, max_length: int, carry: Any
+) -> State:
+    """At time t, without what noise deletes of the tokens that were inserted."""
+    locked = state.born == 0
+    canvas, targets = noise(key, canvas_lib.to_example(state.canvas, locked), t)
+    dropped = jnp.pad(targets.dropped, ((0, 0), (canvas_lib.NUM_SPECIAL_COLUMNS, 0)))
+    frozen = canvas_lib.close_up(state.canvas, dropped, state.canvas.frozen, False)
+    canvas = dataclasses.replace(canvas, frozen=frozen)
+    request = None if state.request is None else request_lib.without(state.request, state.canvas, dropped)
+    return dataclasses.replace(
+        state,
+        canvas=canvas,
+        clock=jnp.maximum(t, eps),
+        born=canvas_lib.close_up(state.canvas, dropped, state.born, 0),
+        done=_nothing_due(canvas, request, max_length),
         carry=carry,
         request=request,
     )
@@ -341,6 +425,7 @@ class Grid:
     max_length: int  # content tokens; the canvas may have fewer columns, or more
     draw: DrawStep
     repeat_last: bool
+    noise: Noise
 
     decode = staticmethod(canvas_lib.content)
 
@@ -366,6 +451,14 @@ class Grid:
             next_key=k_next,
             carry=next_step,
         )
+
+    def go_back(self, key, state, t):
+        """To the last time of the grid that is not above t."""
+        step = math.ceil((1 - t) * self.num_steps - 1e-6)
+        if step == self.num_steps:
+            raise ValueError(f"sampling.corrector_strength {t} is less than one of {self.num_steps} steps")
+        carry = jnp.full_like(state.carry, step)
+        return undo(key, state, self.noise, self._time(carry), self.eps, self.max_length, carry)
 
     def _time(self, step):
         # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.

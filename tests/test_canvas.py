@@ -210,6 +210,20 @@ def test_dropping_then_inserting_gives_the_text_back():
 # --- Choosing --------------------------------------------------------------------------------------------------------
 
 
+def test_columns_close_up_where_tokens_go():
+    """As `drop_tokens` moves tokens; a canvas is an example again."""
+    texts = _random_texts(np.random.default_rng(1))
+    canvas = _to_canvas(texts)
+    x0 = canvas_lib.to_example(canvas, canvas.frozen)
+    for name in ("tokens", "length", "frozen", "open_gap"):
+        np.testing.assert_array_equal(getattr(x0, name), getattr(to_example(texts, L), name), err_msg=name)
+    dropped = _choose(_keys(1), x0.free, jnp.full(B, 2))
+    after, _ = _drop(x0, dropped)
+    columns = jnp.pad(dropped, ((0, 0), (2, 0)))
+    for values, expected, at_pad in ((canvas.tokens, after.tokens, 0), (canvas.frozen, after.frozen, False)):
+        np.testing.assert_array_equal(canvas_lib.close_up(canvas, columns, values, at_pad), expected)
+
+
 @pytest.mark.parametrize("N", [1, 8])
 def test_choose_takes_the_exact_number(N):
     rng = np.random.default_rng(5)

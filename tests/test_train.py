@@ -446,6 +446,8 @@ EFFECTS = {
     "sampling.num_steps": (9, "sampler", (("sampling.sampler", "leap"),)),
     "sampling.calls": (1, "sampler", ()),
     "sampling.events_per_call": (2, "sampler", ()),
+    "sampling.corrector_steps": (2, "sampler", (("sampling.corrector_strength", 0.5),)),
+    "sampling.corrector_strength": (0.9, "sampler", (("sampling.corrector_steps", 1),)),
     "sampling.rate_scale": (2.0, "sampler", (("sampling.sampler", "euler"),)),
     "sampling.temperature": (1.0, "sampler", ()),
     "sampling.top_k": (2, "sampler", WARM),

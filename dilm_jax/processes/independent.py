@@ -126,6 +126,7 @@ class Independent:
                 max_length=self.max_length,
                 draw=draw,
                 repeat_last=repeat_last,
+                noise=self.corrupt_to_empty,
             )
 
         def euler(scores, canvas, t, s):
@@ -136,7 +137,7 @@ class Independent:
         def draw_one(key, scores, canvas, fire, filters):
             return draw_insertion(key, self._log_mean_left(scores, canvas), scores, canvas, fire, filters)
 
-        common = {"max_length": self.max_length, "eps": self.eps, "law": self}
+        common = {"max_length": self.max_length, "eps": self.eps, "law": self, "noise": self.corrupt_to_empty}
         many = ManyEvents(events_per_call=options.events_per_call, **common)
         return {
             "event": many if options.events_per_call > 1 else Thinning(calls=options.calls, draw=draw_one, **common),

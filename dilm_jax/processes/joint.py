@@ -66,10 +66,15 @@ class Joint:
     def corrupt_to_empty(self, key, x0, t):
         """Given that the chain has rung K ≥ n times by t = 1, it has rung Binomial(K, σ̄_t/σ̄_1) times by t
         (docs/MATH.md 5)."""
+        return self._corrupt_since(key, x0, t, jnp.ones_like(t))
+
+    def _corrupt_since(self, key, x0, t, began):
+        """Given that by `began` ≥ t all that is free was gone; below 1 with something left, that is not free here: then
+        the chain has rung n times (docs/MATH.md 6d)."""
         k_all, k_count, k_which = canvas_lib.split_keys(key, 3)
-        n, total_1 = x0.free.sum(-1), self.schedule.total(jnp.ones_like(t))
-        rings = n + self._rings_beyond(k_all, n, total_1)
-        share = jnp.clip(self.schedule.total(t) / total_1, 0.0, 1.0)
+        n, total_began = x0.free.sum(-1), self.schedule.total(began)
+        rings = jnp.where(began < 1, n, n + self._rings_beyond(k_all, n, total_began))
+        share = jnp.clip(self.schedule.total(t) / total_began, 0.0, 1.0)
         count = jax.vmap(jax.random.binomial)(k_count, rings.astype(jnp.float32), share).astype(n.dtype)
         return canvas_lib.drop_at_random(k_which, x0, count, t, self.vocabulary)
 
@@ -109,6 +114,7 @@ class Joint:
                 max_length=self.max_length,
                 draw=draw,
                 repeat_last=repeat_last,
+                noise=self.corrupt_to_empty,
             )
 
         def leap(key, scores, canvas, t, s, filters):
@@ -134,6 +140,7 @@ class Joint:
                 next_time=self._next_time,
                 time_of=self._time_of,
                 draw=draw_one_gap if options.events_per_call == 1 else draw_gaps,
+                noise_since=self._corrupt_since,
             ),
             "leap": grid(leap, True),
             "euler": grid(euler, False),

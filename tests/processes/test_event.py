@@ -39,7 +39,7 @@ def samples(family, calls, events_per_call=1):
 
     canvas = oracles.canvas_of([""] * sum(nums), ROOM["num_letters"], L)
     x, nfe, length, saturated, truncated = run(oracles.tables(NUM_ROWS, nums), oracles.row_keys(3, sum(nums)), canvas)
-    assert not truncated.any()
+    assert events_per_call > 1 or not truncated.any()  # gaps drawn apart may ask for more than fits
     of_world = np.repeat(np.arange(len(nums)), nums)
     arrays = [np.asarray(array) for array in (x, nfe, length)]
     return {w: [a[of_world == i] for a in arrays] for i, w in enumerate(NUM_ROWS)}, int(saturated.sum())
