@@ -1,4 +1,5 @@
-"""What is asked of a sample beyond its law: into which gaps tokens may go, and how many (docs/MATH.md 6d).
+"""What is asked of a sample beyond its law: into which gaps tokens may go, how many, and which may not (docs/MATH.md
+6d).
 
 A request conditions what the length head says; nothing is cut off or padded afterwards, and numbers are always those
 asked for. Without numbers, with all gaps open and under `event`, the law is known: that of the texts, times the number
@@ -46,6 +47,7 @@ class Request:
     total_at_most: Int[Array, " B"]
     drawn: Bool[Array, "B G"]  # at_least = at_most is a number that was drawn, or asked for
     inserted: Int[Array, "B G"]  # so far
+    forbidden: Bool[Array, "B V"]  # tokens that are never inserted
 
     @property
     def owed(self) -> Int[Array, "B G"]:
@@ -86,12 +88,14 @@ class Request:
 
 def build(
     num_columns: int,
+    vocab_size: int,
     gaps: list[list[tuple[int, int, int]]],
     total: list[tuple[int, int]],
+    forbidden: list[list[int]],
     num_groups: int,
 ) -> Request:
     """A request a row, in numpy: `gaps` are up to `num_groups` of (column, at least, at most), `total` is (at least, at
-    most), in tokens to be inserted. Gaps that are not named get none."""
+    most), in tokens to be inserted. Gaps that are not named get none. `forbidden` are token ids."""
     B, G = len(gaps), num_groups
     group = np.full((B, num_columns), NO_GROUP, np.int32)
     bounds = np.zeros((2, B, G), np.int32)
@@ -103,6 +107,9 @@ def build(
     fields: dict[str, Any] = {"group": group, "at_least": bounds[0], "at_most": bounds[1]}
     fields |= {"total_at_least": of_total[:, 0], "total_at_most": of_total[:, 1], "drawn": np.zeros((B, G), bool)}
     fields["inserted"] = np.zeros((B, G), np.int32)
+    fields["forbidden"] = np.zeros((B, vocab_size), bool)
+    for b, ids in enumerate(forbidden):
+        fields["forbidden"][b, ids] = True
     return Request(**fields)
 
 
@@ -149,9 +156,10 @@ def _by_group(request: Request, columns: Bool[Array, "B S"]) -> Int[Array, "B G"
 def condition(
     key: Key[Array, " B"], scores: Scores, canvas: Canvas, request: Request, max_length: int
 ) -> tuple[Scores, Canvas, Request]:
-    """Scores whose length posterior is that of the request, the canvas whose open gaps are those that may fire, and the
-    request, with numbers drawn that one posterior a gap needs drawn once."""
+    """Scores whose length posterior is that of the request, without forbidden tokens, the canvas whose open gaps are
+    those that may fire, and the request, with numbers drawn that one posterior a gap needs drawn once."""
     room = canvas_lib.room(canvas, max_length)
+    scores = dataclasses.replace(scores, logits=jnp.where(request.forbidden[:, None], -jnp.inf, scores.dense()))
     logits = jnp.asarray(scores.length_logits)
     if logits.ndim == 2:
         logits = _of_row(logits, scores.lse(), canvas, request, room)

@@ -16,7 +16,8 @@ from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
 
-ASKS = {"answer", "gaps", "length", "max_length"}  # keys of a row that ask for more than to complete its prompt
+NUMBERS = {"answer", "gaps", "length", "max_length"}
+ASKS = NUMBERS | {"forbid", "require"}  # keys of a row that ask for more than to complete its prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,10 @@ class Run:
         Args:
           rows: dicts of `prompt` (tokens of the task, see `star.parse_prompt`); optionally `answer` and `gaps`, what is
             there of an answer and where tokens may go into it (see `star.parse_infill`; without them anywhere after the
-            prompt); `length` or `max_length` of the whole text in tokens; `id`, and `seed` of the row (0 unless given).
-            A row depends on its seed, its place in the list and what it asks for alone.
+            prompt); `length` or `max_length` of the whole text in tokens; `forbid`, tokens that are not inserted;
+            `require`, tokens that are in the answer, in an order drawn at random: a context, all of whose gaps are
+            open; `id`, and `seed` of the row (0 unless given). A row depends on its seed, its place in the list and
+            what it asks for alone.
 
         Returns:
           A dict a row: index, id, prompt, text, ids, length, inserted, spans, nfe, saturated, truncated, seed,
@@ -61,6 +64,7 @@ class Run:
         tokens that cannot be had; where the sampler or the training cannot do what is asked.
         """
         if any(ASKS & row.keys() for row in rows):
+            rows = [row | require(row, place) for place, row in enumerate(rows)]
             rows = [row | self._ask(row) for row in rows]
         batch_size = sharding.fill_up(min(len(rows), self.config.eval.batch_size), self.mesh)
         generated = []
@@ -78,8 +82,14 @@ class Run:
         if "columns" in rows[0]:
             groups = max(len(row["columns"]) for row in rows)
             num_columns = x0.max_length + canvas.NUM_SPECIAL_COLUMNS
-            totals = [row["total"] for row in filled]
-            asked = request.build(num_columns, [row["columns"] for row in filled], totals, groups)
+            asked = request.build(
+                num_columns,
+                self.parts.process.vocabulary.size,
+                [row["columns"] for row in filled],
+                [row["total"] for row in filled],
+                [row.get("forbid", []) for row in filled],
+                groups,
+            )
         local = sharding.put_batch((x0, seed, first + np.arange(batch_size), asked), self.mesh, batch_size)
         drawn = jax.device_get(self._sample(self.params, *local))
         return [self._row(row, drawn, b, first + b) for b, row in enumerate(rows)]
@@ -107,7 +117,10 @@ class Run:
             raise ValueError("gaps is empty: nothing could be inserted; give one, or leave it out")
         if {"length", "max_length"} <= row.keys() and row["length"] > row["max_length"]:
             raise ValueError(f"length {row['length']} is above max_length {row['max_length']}")
-        if self.config.loss.length != "cross_entropy":
+        ordinary = np.flatnonzero(self.parts.process.vocabulary.ordinary)
+        if not set(ordinary) - set(row.get("forbid", ())):
+            raise ValueError(f"forbid leaves none of the {len(ordinary)} tokens: leave one at least")
+        if NUMBERS & row.keys() and self.config.loss.length != "cross_entropy":
             raise ValueError(
                 "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
             )
@@ -166,6 +179,21 @@ class Run:
             "seed": int(row.get("seed", 0)),
             "sampler": self.parts.sampler,
         }
+
+
+def require(row: dict[str, Any], place: int) -> dict[str, Any]:
+    """The answer and gaps of a row whose answer must have some tokens: these in a random order, and all gaps open."""
+    if "require" not in row:
+        return {}
+    if {"answer", "gaps"} & row.keys():
+        raise ValueError("require and an infill exclude each other: write the tokens into the infill")
+    if both := set(row["require"]) & set(row.get("forbid", ())):
+        raise ValueError(f"token {min(both)} is both required and forbidden")
+    order = np.random.default_rng([row.get("seed", 0), place]).permutation(len(row["require"]))
+    return {
+        "answer": [row["require"][i] for i in order],
+        "gaps": [(i, 0, None) for i in range(len(row["require"]) + 1)],
+    }
 
 
 def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:

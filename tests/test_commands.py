@@ -101,6 +101,12 @@ WRONG = [
     (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or in \\[1e-6, 1e6\\], got -1.0"),
     (GENERATE, ["--workdir={run}", "--infill=0>1 1>2 0>>2 [GAP]", "--prompt=0>1 0>>1"], "exclude each other"),
     (GENERATE, ["--workdir={run}", "--infill=0>1 1>2 0>>2 0 1"], "no \\[GAP\\] after the prompt"),
+    (GENERATE, ["--workdir={run}", "--forbid=3 x"], "forbid: 'x' is not a node: the nodes are 0 to 5"),
+    (GENERATE, ["--workdir={run}", "--require="], "require: no nodes are given"),
+    (GENERATE, ["--workdir={run}", "--corrector_strength=0.5"], "has no effect without .*corrector_steps = 1 or more"),
+    (GENERATE, ["--workdir={run}", "--corrector_steps=1", "--corrector_strength=2"], "must be in \\(0, 1\\], got 2"),
+    (GENERATE, ["--workdir={run}", "--sampler=leap", "--steps=4", "--corrector_steps=1"], "0.1 is less than one of 4"),
+    (GENERATE, ["--workdir={run}", "--sampler=leap", "--events_per_call=2"], "has no effect without .*event"),
     (GENERATE, ["--workdir={run}", "--length=99"], "length 99 cannot be had: .* trained on up to 14"),
     (GENERATE, ["--workdir={run}", "extra"], "unexpected argument 'extra'"),
 ]  # fmt: skip
@@ -278,6 +284,16 @@ def test_rows_get_the_lengths_and_gaps_that_they_ask_for(asking):
         assert got["spans"] == [str(got["ids"][10]), " ".join(map(str, got["ids"][13:]))]
 
 
+def test_tokens_that_are_required_and_forbidden(asking):
+    """Those required are there, in an order of the row's own; those forbidden are not, but in the prompt."""
+    run, rows = asking
+    asked = [rows[0] | {"require": [2, 5], "forbid": [0, 1], "seed": seed} for seed in range(8)]
+    answers = [row["ids"][10:] for row in run.generate(asked)]
+    assert all({2, 5} <= set(answer) and not {0, 1} & set(answer) for answer in answers)
+    assert {answer.index(2) < answer.index(5) for answer in answers} == {True, False}
+    assert {len(row["ids"]) for row in run.generate([row | {"length": 14} for row in asked])} == {14}
+
+
 def test_an_answer_without_gaps_goes_on_at_its_end(asking):
     run, rows = asking
     generated = run.generate([rows[0] | {"answer": [4, 5], "seed": seed} for seed in range(4)])
@@ -300,6 +316,10 @@ def test_a_row_does_not_depend_on_what_others_ask_for(asking):
         ({"answer": [1], "gaps": [(0, 4, None)]}, "the gaps need 4 tokens beside the 11 that are there"),
         ({"length": 13, "max_length": 11}, "length 13 is above max_length 11"),
         ({"gaps": []}, "gaps is empty"),
+        ({"forbid": [0, 1, 2, 3, 4, 5]}, "forbid leaves none of the 6 tokens"),
+        ({"require": [1], "forbid": [1]}, "token 1 is both required and forbidden"),
+        ({"require": [1], "answer": [1], "gaps": [(0, 0, None)]}, "require and an infill exclude each other"),
+        ({"require": [1] * 5}, "the gaps need 0 tokens beside the 15 that are there"),
         ({"answer": [1], "gaps": [(3, 1, 2)]}, "gap 0 is \\(3, 1, 2\\): expected"),
         ({"answer": [1], "gaps": [(0, 1, None), (0, 0, None)]}, "gap 1 is \\(0, 0, None\\): expected"),
         ({"answer": [1], "gaps": [(0, 2, 2)], "length": 12}, "length 12 cannot be had: .* take 2 to 2 more"),

@@ -40,10 +40,11 @@ def program(family, sampler, corrector=None):
     return run
 
 
-def texts(family, sampler, context, gaps, total=FREE, seed=0, corrector=None):
+def texts(family, sampler, context, gaps, total=FREE, seed=0, corrector=None, forbidden=()):
     """NUM texts that grow from a context of free tokens; `gaps` are (place among the context's gaps, lo, hi)."""
     canvas = selfcheck._canvas([plain(context)] * NUM, L)
-    asked = request.build(S, [[(1 + i, *bounds) for i, *bounds in gaps]] * NUM, [total] * NUM, 3)
+    bounds = [[(1 + i, *bounds) for i, *bounds in gaps]] * NUM
+    asked = request.build(S, selfcheck.V, bounds, [total] * NUM, [forbidden] * NUM, 3)
     key = oracles.row_keys(seed, NUM)
     canvas, nfe, truncated, left = jax.device_get(
         program(family, sampler, corrector)(key, canvas, jax.tree.map(jnp.asarray, asked))
@@ -190,8 +191,16 @@ def test_numbers_and_contexts(family, sampler, middle, total, possible):
         assert text[0] == A and text[1 + between] == B and len(text) == 2 + between + after
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forbidden_tokens_are_never_inserted(family):
+    """What is there stays. The joint softmax is that of the tokens that are left."""
+    drawn, _, _ = texts(family, "event", CONTEXT, [(0, *FREE), (1, *FREE), (2, *FREE)], forbidden=(A, C))
+    assert {text.count(A) for text in drawn} == {1} and {text.count(C) for text in drawn} == {0}
+    assert max(map(len, drawn)) > 2
+
+
 def asked_for(gaps, total, num_columns=8):
-    made = request.build(num_columns, [gaps], [total], len(gaps))
+    made = request.build(num_columns, 8, [gaps], [total], [[]], len(gaps))
     return jax.tree.map(jnp.asarray, made)
 
 

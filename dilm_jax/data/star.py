@@ -284,6 +284,16 @@ def parse_infill(task: StarTask, text: str) -> tuple[list[int], list[int], list[
     return prompt, answer, gaps
 
 
+def parse_nodes(task: StarTask, text: str) -> list[int]:
+    """Node tokens of a text like `"3 0 12"`. Raises ValueError for what is no node of the task."""
+    words = text.split()
+    if bad := [word for word in words if not word.isdecimal() or int(word) >= task.num_ids]:
+        raise ValueError(f"{bad[0]!r} is not a node: the nodes are 0 to {task.num_ids - 1}")
+    if not words:
+        raise ValueError("no nodes are given: leave it out")
+    return [int(word) for word in words]
+
+
 def parse_prompt(task: StarTask, text: str) -> list[int]:
     """Prompt tokens of a text like `"0>3 3>5 0>>5"` (what `format_prompt` writes), or of plain node numbers
     `"0 3 3 5 0 5"`; the last two are source and goal either way.
