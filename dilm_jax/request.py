@@ -109,16 +109,12 @@ def cap(
 
 def after(request: Request, canvas: Canvas, insert: Bool[Array, "B S"]) -> Request:
     """With the insertions made into the canvas. A new token's gap is of the group that it was inserted into."""
-    row = jnp.arange(insert.shape[0])[:, None]
-    old, new = canvas_lib.columns_after(canvas, insert)
-    moved = jnp.full_like(request.group, NO_GROUP).at[row, old].set(request.group, mode="drop")
-    moved = moved.at[row, new].set(request.group, mode="drop")
-    G = request.at_least.shape[-1]
+    row, G = jnp.arange(insert.shape[0])[:, None], request.at_least.shape[-1]
     counts = jnp.zeros_like(request.at_least).at[row, jnp.where(insert, request.group, G)].add(1, mode="drop")
     total = counts.sum(-1)
     return dataclasses.replace(
         request,
-        group=moved,
+        group=canvas_lib.carry_over(canvas, insert, request.group, request.group, NO_GROUP),
         at_least=jnp.maximum(request.at_least - counts, 0),
         at_most=request.at_most - counts,
         total_at_least=jnp.maximum(request.total_at_least - total, 0),

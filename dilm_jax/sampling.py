@@ -147,6 +147,7 @@ class State:
     nfe: Int[Array, " B"]  # network calls made while the row was unfinished
     saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
     truncated: Bool[Array, " B"]  # an insertion was left out because the canvas was full
+    born: Int[Array, "B S"]  # of each column, the row's call that its token came at, from 1; 0: there from the start
     done: Bool[Array, " B"]
     carry: Any  # the sampler's own pytree
     request: Request | None  # what is asked for beside the law
@@ -194,6 +195,7 @@ def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_le
         nfe=zeros,
         saturated=zeros,
         truncated=jnp.zeros(B, bool),
+        born=jnp.zeros(canvas.tokens.shape, jnp.int32),
         done=_nothing_due(canvas, request, max_length),
         carry=carry,
         request=request,
@@ -232,16 +234,18 @@ def move(
         room = canvas_lib.room(state.canvas, max_length)
         insert = request_lib.cap(_child(state.key, FOR_PLACES), request, insert, room)
         finished = finished & (request.least == 0)
-    canvas, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
+    canvas, insert, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
+    nfe = state.nfe + active
     if request is not None:
         request = request_lib.after(request, state.canvas, insert)
     return State(
         canvas=canvas,
         clock=clock,
         key=next_key,
-        nfe=state.nfe + active,
+        nfe=nfe,
         saturated=state.saturated + (drawn.saturated & active),
         truncated=state.truncated | truncated,
+        born=canvas_lib.carry_over(state.canvas, insert, state.born, nfe[:, None], 0),
         done=state.done | finished | truncated | _nothing_due(canvas, request, max_length),
         carry=carry,
         request=request,

@@ -167,7 +167,7 @@ def _insertion_error():
     fire = rng.random((num, S)) < rng.choice([0.3, 1.0], (num, 1))
     new = np.broadcast_to(V + np.arange(S), fire.shape)  # says which gap it was meant for
     canvas = _canvas(texts, L)
-    result, truncated = jax.device_get(
+    result, _, truncated = jax.device_get(
         jax.jit(canvas_lib.insert_tokens)(_keys(0, num), canvas, jnp.asarray(fire), jnp.asarray(new))
     )
     wrong = 0

@@ -485,5 +485,6 @@ def test_more_gaps_fire_than_cells_are_free():
     np.testing.assert_array_equal(old.sum(-1), len(text))
     np.testing.assert_array_equal(tokens[old].reshape(B, -1), np.tile(oracles.encode(text), (B, 1)))
     # an inserted token is followed by as many old ones as its gap has behind it
+    np.testing.assert_array_equal(np.asarray(state.born)[:, 2:], ~old)  # all that came, and nothing else, is marked
     gap = len(text) - np.cumsum(old[:, ::-1], axis=-1)[:, ::-1][~old]
     assert scipy.stats.chisquare(np.bincount(gap, minlength=len(text) + 1)).pvalue > 1e-4
