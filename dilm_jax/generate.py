@@ -2,11 +2,12 @@
 --infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…]
 [--forbid='3 4'] [--require='2'] [--sampler=… --steps=… --calls=… --events_per_call=… --corrector_steps=…
 --corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=… --gap_top_p=…] [--seed=…
---output=FILE.jsonl]`.
+--output=FILE.jsonl --trace=FILE.html]`.
 
 Without a prompt the graphs come from the test split, and paths that are not the answer are marked. With --output
-the rows are written as jsonl instead; rows of --input are `{"prompt" or "infill": …, "id": …, "seed": …, "length": …,
-"max_length": …, "forbid": "3 4", "require": "2"}`, all but the first optional.
+the rows are written as jsonl instead, with --trace a page that replays them too; rows of --input are `{"prompt" or
+"infill": …, "id": …, "seed": …, "length": …, "max_length": …, "forbid": "3 4", "require": "2"}`, all but the first
+optional.
 """
 
 import json
@@ -34,6 +35,7 @@ _FORBID = flags.DEFINE_string("forbid", None, "Nodes that are not inserted, for 
 _REQUIRE = flags.DEFINE_string("require", None, "Nodes that the answer has, in any order; it may have others too.")
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts and infills.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
+_TRACE = flags.DEFINE_string("trace", None, "Write a replay of the insertions here too: one HTML file.")
 _SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of the time grid; as in training unless given.")
 _CALLS = flags.DEFINE_integer("calls", None, "Network calls a token of event, 2 (exact) or 1.")
@@ -78,12 +80,18 @@ def main() -> None:
         rows = [parse_infill(task, _INFILL.value)] * num
     else:
         rows, answers = test_rows(run.parts.sources["test"], num)
-    if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).open("a").close()  # better an error now than after the work
+    for file in filter(None, (_OUTPUT.value, _TRACE.value)):
+        pathlib.Path(file).open("a").close()  # better an error now than after the work
     asked = {"seed": _SEED.value, "length": _LENGTH.value, "max_length": _MAX_LENGTH.value}
     asked |= {flag.name: _nodes(task, flag.name, flag.value) for flag in (_FORBID, _REQUIRE) if flag.value is not None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    generated = run.generate([asked | row for row in rows])
+    rows = [asked | row for row in rows]
+    if _TRACE.value:
+        replay = run.show_trace(rows)
+        generated = replay.rows
+        pathlib.Path(_TRACE.value).write_text(replay.html, "utf-8")
+    else:
+        generated = run.generate(rows)
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text("".join(json.dumps(row) + "\n" for row in generated))
     else:

@@ -9,7 +9,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from dilm_jax import canvas, evals, request, sharding, train
+from dilm_jax import canvas, evals, request, sharding, trace, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
@@ -63,16 +63,24 @@ class Run:
         Raises ValueError for a prompt that is longer than the task's, or of other tokens than its own; for numbers of
         tokens that cannot be had; where the sampler or the training cannot do what is asked.
         """
+        return [row for row, *_ in self._generate(self._sample, rows)]
+
+    def show_trace(self, rows: list[dict[str, Any]]) -> trace.Replay:
+        """`generate`, and how it came about: a replay that a notebook shows, with the same `rows` and a page `html`."""
+        return trace.replay(self._generate(self._sample_traced, rows), star.piece)
+
+    def _generate(self, sample, rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], evals.Samples, int]]:
+        """What `generate` returns of each row, and the samples with its place in them that it comes from."""
         if any(ASKS & row.keys() for row in rows):
             rows = [row | require(row, place) for place, row in enumerate(rows)]
             rows = [row | self._ask(row) for row in rows]
         batch_size = sharding.fill_up(min(len(rows), self.config.eval.batch_size), self.mesh)
         generated = []
         for first in range(0, len(rows), max(batch_size, 1)):
-            generated += self._generate(rows[first : first + batch_size], first, batch_size)
+            generated += self._generate_batch(sample, rows[first : first + batch_size], first, batch_size)
         return generated
 
-    def _generate(self, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[dict[str, Any]]:
+    def _generate_batch(self, sample, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[tuple]:
         """The rows from place `first` on, filled up to `batch_size` of them."""
         filled = rows + [rows[-1]] * (batch_size - len(rows))
         x0 = Example(**loader.stack([self._example(row) for row in filled]))
@@ -91,8 +99,8 @@ class Run:
                 groups,
             )
         local = sharding.put_batch((x0, seed, first + np.arange(batch_size), asked), self.mesh, batch_size)
-        drawn = jax.device_get(self._sample(self.params, *local))
-        return [self._row(row, drawn, b, first + b) for b, row in enumerate(rows)]
+        drawn = jax.device_get(sample(self.params, *local))
+        return [(self._row(row, drawn, b, first + b), drawn, b) for b, row in enumerate(rows)]
 
     def _example(self, row: dict[str, Any]) -> dict[str, np.ndarray]:
         """What is there of an answer is frozen if the network was trained on such, else free."""
@@ -155,6 +163,10 @@ class Run:
     def _sample(self):
         """Compiled once for each batch size."""
         return evals.make_sampler(self.parts, self.mesh)
+
+    @functools.cached_property
+    def _sample_traced(self):
+        return evals.make_sampler(self.parts, self.mesh, trace=True)
 
     def _row(self, row, drawn: evals.Samples, b: int, index: int) -> dict[str, Any]:
         ids = drawn.tokens[b, : int(drawn.length[b])].tolist()

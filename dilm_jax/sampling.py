@@ -23,6 +23,8 @@ from dilm_jax.request import Request
 
 FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
+# (scores, canvas, t) → log of the rate at which each gap gets tokens, a unit of noising time
+LogGapRates = Callable[[Scores, Canvas, Float[Array, " B"]], Float[Array, "B S"]]
 
 
 # --- Filters ---------------------------------------------------------------------------------------------------------
@@ -156,6 +158,16 @@ def _perturbed(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Float[
 
 
 @struct.dataclass
+class Trace:
+    """How the token of each column came, as the network saw it at the call that inserted it, before filters and
+    requests; 0 where it was there from the start, and at PAD."""
+
+    time: Float[Array, "B S"]  # noising time at which the network was called
+    log_prob: Float[Array, "B S"]  # log softmax of the scores of the token's gap, at the token: nats
+    log_rate: Float[Array, "B S"]  # log of the rate at which that gap gets tokens
+
+
+@struct.dataclass
 class State:
     """Where each row is."""
 
@@ -170,6 +182,7 @@ class State:
     done: Bool[Array, " B"]
     carry: Any  # the sampler's own pytree
     request: Request | None  # what is asked for beside the law
+    trace: Trace | None = None  # the loop's, if it records; samplers need not pass it on
 
 
 @runtime_checkable
@@ -223,8 +236,10 @@ def generate(
     filters: Filters,
     request: Request | None = None,
     corrector: Corrector | None = None,
+    log_gap_rates: LogGapRates | None = None,
 ) -> State:
-    """Runs the sampler until every row is done, and revised. Jittable; shapes are static.
+    """Runs the sampler until every row is done, and revised. Jittable; shapes are static. With `log_gap_rates` it
+    records: the last state has a trace.
 
     Raises ValueError for a corrector where the sampler cannot go back.
     """
@@ -235,10 +250,17 @@ def generate(
     def advance(state):
         if rounds:
             state = _revise(sampler, state, corrector.strength)
-        return sampler.advance(network(state.canvas, state.clock), state, filters)
+        scores = network(state.canvas, state.clock)
+        after = sampler.advance(scores, state, filters)
+        if log_gap_rates is None:
+            return after
+        return dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
 
     state = sampler.start(key, canvas, request)
     state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, rounds))
+    if log_gap_rates is not None:
+        nothing = jnp.zeros(canvas.tokens.shape, jnp.float32)
+        state = dataclasses.replace(state, trace=Trace(nothing, nothing, nothing))
     return jax.lax.while_loop(lambda state: ~(state.done & (state.rounds == 0)).all(), advance, state)
 
 
@@ -255,6 +277,24 @@ def _revise(sampler: Revisable, state: State, strength: float) -> State:
         )
 
     return jax.lax.cond(goes_back.any(), go_back, lambda: state)
+
+
+def record(scores: Scores, log_gap_rates: LogGapRates, before: State, after: State) -> Trace:
+    """The trace of `after`, which one move has made of `before` by insertions into its gaps."""
+    new = after.born > before.nfe[:, None]
+    column = jnp.cumsum(~new, axis=-1) - 1  # of `before`: where an old token was, the gap of a new one
+    log_prob = scores.at(column, after.canvas.tokens) - jnp.take_along_axis(scores.lse(), column, axis=-1)
+    log_rate = log_gap_rates(scores, before.canvas, before.clock)
+
+    def put(at_new, old):
+        return jnp.where(new, at_new, jnp.take_along_axis(old, column, axis=-1))
+
+    trace: Any = before.trace
+    return Trace(
+        time=put(before.clock[:, None], trace.time),
+        log_prob=put(log_prob, trace.log_prob),
+        log_rate=put(jnp.take_along_axis(log_rate, column, axis=-1), trace.log_rate),
+    )
 
 
 def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_length: int, carry: Any) -> State:
@@ -339,14 +379,18 @@ def undo(
     locked = state.born == 0
     canvas, targets = noise(key, canvas_lib.to_example(state.canvas, locked), t)
     dropped = jnp.pad(targets.dropped, ((0, 0), (canvas_lib.NUM_SPECIAL_COLUMNS, 0)))
-    frozen = canvas_lib.close_up(state.canvas, dropped, state.canvas.frozen, False)
-    canvas = dataclasses.replace(canvas, frozen=frozen)
+
+    def left(values):
+        return canvas_lib.close_up(state.canvas, dropped, values, 0)
+
+    canvas = dataclasses.replace(canvas, frozen=left(state.canvas.frozen))
     request = None if state.request is None else request_lib.without(state.request, state.canvas, dropped)
     return dataclasses.replace(
         state,
         canvas=canvas,
         clock=jnp.maximum(t, eps),
-        born=canvas_lib.close_up(state.canvas, dropped, state.born, 0),
+        born=left(state.born),
+        trace=jax.tree.map(left, state.trace),
         done=_nothing_due(canvas, request, max_length),
         carry=carry,
         request=request,

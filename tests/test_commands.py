@@ -7,13 +7,19 @@ import pathlib
 import re
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import children
 import dilm_jax
+from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
 from dilm_jax import evals
-from dilm_jax.data import star
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Example
+from dilm_jax.data import loader, star
+from test_trace import page_data
 
 CONFIGS = sorted((children.ROOT / "configs").glob("*.py"))
 MAIN, EVALUATE, GENERATE = "dilm_jax.main", "dilm_jax.evaluate", "dilm_jax.generate"
@@ -96,6 +102,7 @@ WRONG = [
     (GENERATE, ["--workdir={run}", "--temperature=inf"], "sampling.temperature must be a finite number, got inf"),
     (GENERATE, ["--workdir={run}", "--prompt=5 0>1 3 0>>1"], "'0>1' follows a single node"),
     (GENERATE, ["--workdir={run}", "--output={tmp}/nowhere/x.jsonl"], "No such file or directory: .*x.jsonl"),
+    (GENERATE, ["--workdir={run}", "--trace={tmp}/nowhere/x.html"], "No such file or directory: .*x.html"),
     (GENERATE, ["--workdir={run}", "--input={tmp}/empty.jsonl"], "{tmp}/empty.jsonl, line 1: "),
     (GENERATE, ["--workdir={run}", "--seed=4294967296"], "--seed=4294967296"),
     (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or in \\[1e-6, 1e6\\], got -1.0"),
@@ -348,7 +355,20 @@ def test_after_training_on_infills_every_sampler_fills_gaps(smoke_runs, asking):
 
 
 def test_no_row_is_no_row(warm):
-    assert warm.generate([]) == []
+    assert warm.generate([]) == warm.show_trace([]).rows == []
+
+
+def test_a_replay_has_the_rows_of_generate(asking):
+    """Whatever they ask for; every token that came is marked, no other."""
+    run, rows = asking
+    replay = run.show_trace(rows)
+    assert replay.rows == run.generate(rows)
+    for row, got, shown in zip(rows, replay.rows, page_data(replay.html), strict=True):
+        frame = np.array(shown["frame"])
+        assert shown["tokens"] == [str(token) for token in got["ids"]]
+        assert (frame > 0).sum() == got["inserted"] and not frame[: len(row["prompt"])].any()
+        assert (shown["label"], shown["sampler"], shown["nfe"]) == (str(got["index"]), "event", got["nfe"])
+        assert all(0 < shown["prob"][k] <= 1 and shown["rate"][k] > 0 for k in np.flatnonzero(frame))
 
 
 def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_path, cache):
@@ -363,8 +383,8 @@ def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_pa
     files = [f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl"]
     started = [
         children.command(EVALUATE, f"--workdir={run}", "--num=8", cache=cache),
-        children.command(GENERATE, f"--workdir={run}", cache=cache),
-        children.command(GENERATE, f"--workdir={run}", *files, cache=cache),
+        children.command(GENERATE, f"--workdir={run}", f"--trace={tmp_path}/text.html", cache=cache),
+        children.command(GENERATE, f"--workdir={run}", *files, f"--trace={tmp_path}/rows.html", cache=cache),
     ]
     results = [child.result() for child in started]
     assert [result.code for result in results] == [0, 0, 0], results
@@ -378,6 +398,9 @@ def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_pa
     for row, sample, text in zip(rows, samples, texts, strict=True):
         assert row["prompt"] == sample["prompt"] == text
         assert f"graph  {text}\npath   {row['spans'][0]}" in results[1].out
+    page = (tmp_path / "text.html").read_text("utf-8")
+    assert page == (tmp_path / "rows.html").read_text("utf-8")
+    assert [list(map(int, shown["tokens"])) for shown in page_data(page)] == [row["ids"] for row in rows]
 
 
 def test_evaluation_counts_every_example_once(smoke_runs):
@@ -405,4 +428,8 @@ def test_a_family_without_a_likelihood_bound_says_so(smoke_runs):
     run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, process=Unbounded(run.parts.process)))
     card, _ = run.evaluate("valid", 8)
     assert not any("nelbo" in name or "nonempty" in name for name in card) and "eval/exact_match" in card
+    row = Example(**loader.stack([run.parts.sources["valid"][0]]))
+    canvas = canvas_lib.to_canvas(row, run.parts.process.vocabulary)
+    scores = Scores(logits=jnp.zeros((*canvas.tokens.shape, 11)), length_logits=None, stop_logits=None)
+    assert np.isnan(evals.log_gap_rates(run.parts.process, scores, canvas, jnp.ones(1))).all()
     assert evals.likelihood_note(run.parts, "valid") == "Unbounded has no likelihood bound: none is printed"

@@ -12,6 +12,7 @@ from flax import struct
 
 import oracles
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import evals
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Example
 from dilm_jax.sampling import (
@@ -303,11 +304,13 @@ B, NUM_STEPS = 24, 3
 
 
 @functools.cache
-def compiled(family, sampler):
+def compiled(family, sampler, record=False):
     calls = []
-    grid = oracles.make_process(family, NUM_LETTERS, L).samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
+    process = oracles.make_process(family, NUM_LETTERS, L)
+    grid = process.samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
     network = made_up(family, calls)
-    return jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters())), calls
+    rates = functools.partial(evals.log_gap_rates, process) if record else None
+    return jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters(), None, rates)), calls
 
 
 def sample(family, sampler, key, canvas):
@@ -429,6 +432,67 @@ def test_a_larger_canvas_gives_the_same_texts(family):
     padded = sample(family, "leap", oracles.row_keys(0, B), large)[0].canvas.tokens
     assert (padded[:, S:] == 0).all()
     assert (padded[:, :S] == texts).all(-1).mean() > 0.95
+
+
+# --- Recording -------------------------------------------------------------------------------------------------------
+
+
+def log_gap_rates(process, scores, canvas, t):
+    """The row's rate by the softmax over open gaps (DILM-S), or each gap's own (DILM-M)."""
+    log_rate = jnp.log(process.insertion_rate(scores, canvas, t))
+    if log_rate.ndim == 2:
+        return log_rate
+    return log_rate[:, None] + jax.nn.log_softmax(jnp.where(canvas.open_gap, scores.lse(), -jnp.inf), axis=-1)
+
+
+@pytest.mark.parametrize(
+    "family, sampler",
+    [
+        ("joint", "leap"),
+        ("independent", "event"),
+        ("independent", "leap"),
+        pytest.param("joint", "event", marks=pytest.mark.slow),  # by default its samples alone, see test_commands.py
+    ],
+)
+def test_recording_changes_no_sample_and_keeps_what_each_call_said(family, sampler):
+    """Against the loop in Python, in which the columns carry marks."""
+    key, before = oracles.row_keys(0, B), prompts()
+    plain, _ = sample(family, sampler, key, before)
+    recorded = compiled(family, sampler, record=True)[0](key, before)
+    assert plain.trace is None
+    assert_same_rows(recorded, plain)
+    np.testing.assert_array_equal(recorded.born, plain.born)
+
+    network, process = made_up(family, []), oracles.make_process(family, NUM_LETTERS, L)
+    runs = process.samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
+
+    @jax.jit
+    def step(state):
+        scores = network(state.canvas, state.clock)
+        marked = state.replace(born=jnp.broadcast_to(1000 + jnp.arange(S), (B, S)))
+        rates = log_gap_rates(process, scores, state.canvas, state.clock)
+        return runs.advance(scores, marked, Filters()), jax.nn.log_softmax(scores.dense(), axis=-1), rates
+
+    state = runs.start(key, before)
+    rows = [[(0, 0.0, 0.0, 0.0)] * S for _ in range(B)]  # (born, time, log_prob, log_rate) of each column
+    calls = 0
+    while not state.done.all():
+        after, log_p, rates = jax.device_get(step(state))
+        calls += 1
+        for b in np.flatnonzero(~np.asarray(state.done)):
+            of_old, gap = rows[b], None
+            rows[b] = []
+            for token, mark in zip(after.canvas.tokens[b, : after.canvas.length[b]], after.born[b], strict=False):
+                gap = mark - 1000 if mark >= 1000 else gap
+                new = (calls, state.clock[b], log_p[b, gap, token], rates[b, gap])
+                rows[b].append(of_old[gap] if mark >= 1000 else new)
+            rows[b] += [(0, 0.0, 0.0, 0.0)] * (S - len(rows[b]))
+        state = after
+    born, *trace = np.moveaxis(np.array(rows), -1, 0)
+    np.testing.assert_array_equal(recorded.born, born)
+    for name, expected in zip(("time", "log_prob", "log_rate"), trace, strict=True):
+        np.testing.assert_allclose(getattr(recorded.trace, name), expected, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert len(np.unique(trace[0])) >= 3 and (born > 0).sum() == (plain.canvas.length - before.length).sum() > B
 
 
 # --- Grids -----------------------------------------------------------------------------------------------------------

@@ -229,6 +229,11 @@ def score(
     return {name: value.astype(np.float32) for name, value in scores.items()}
 
 
+def piece(token: int) -> str:
+    """One token as text: its node."""
+    return str(token)
+
+
 def format_prompt(prompt: Tokens) -> str:
     """Prompt tokens as text: `"3>5 0>3 … 0>>5"`, every edge, then source>>goal."""
     pairs = [(int(u), int(v)) for u, v in zip(prompt[::2], prompt[1::2], strict=True)]
