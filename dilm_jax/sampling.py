@@ -235,7 +235,7 @@ def generate(
     canvas: Canvas,
     filters: Filters,
     request: Request | None = None,
-    corrector: Corrector | None = None,
+    corrector: Corrector = Corrector(),
     log_gap_rates: LogGapRates | None = None,
 ) -> State:
     """Runs the sampler until every row is done, and revised. Jittable; shapes are static. With `log_gap_rates` it
@@ -243,12 +243,11 @@ def generate(
 
     Raises ValueError for a corrector where the sampler cannot go back.
     """
-    rounds = corrector.steps if corrector else 0
-    if rounds and not isinstance(sampler, Revisable):
+    if corrector.steps and not isinstance(sampler, Revisable):
         raise ValueError(f"{type(sampler).__name__} cannot go back: leave sampling.corrector_steps at 0")
 
     def advance(state):
-        if rounds:
+        if corrector.steps and isinstance(sampler, Revisable):
             state = _revise(sampler, state, corrector.strength)
         scores = network(state.canvas, state.clock)
         after = sampler.advance(scores, state, filters)
@@ -257,7 +256,7 @@ def generate(
         return dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
 
     state = sampler.start(key, canvas, request)
-    state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, rounds))
+    state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, corrector.steps))
     if log_gap_rates is not None:
         nothing = jnp.zeros(canvas.tokens.shape, jnp.float32)
         state = dataclasses.replace(state, trace=Trace(nothing, nothing, nothing))

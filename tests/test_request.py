@@ -19,6 +19,7 @@ from dilm_jax.selfcheck import L, S, plain, plain_world
 A, B, C = 5, 6, 7
 NUM = 3000
 FREE = (0, UNBOUNDED)
+ONCE, REVISED = Corrector(), Corrector(steps=2, strength=0.7)
 FAMILIES = ("joint", "independent")
 
 
@@ -28,7 +29,7 @@ def checked(family):
 
 
 @functools.cache
-def program(family, sampler, corrector=None):
+def program(family, sampler, corrector):
     made = checked(family).process.samplers(SamplingOptions(num_steps=2))[sampler]
     network = checked(family).network(plain_world())
 
@@ -40,11 +41,11 @@ def program(family, sampler, corrector=None):
     return run
 
 
-def texts(family, sampler, context, gaps, total=FREE, seed=0, corrector=None, forbidden=()):
+def texts(family, sampler, context, gaps, total=FREE, seed=0, corrector=ONCE, forbidden=()):
     """NUM texts that grow from a context of free tokens; `gaps` are (place among the context's gaps, lo, hi)."""
     canvas = selfcheck._canvas([plain(context)] * NUM, L)
     bounds = [[(1 + i, *bounds) for i, *bounds in gaps]] * NUM
-    asked = request.build(S, selfcheck.V, bounds, [total] * NUM, [forbidden] * NUM, 3)
+    asked = request.build(S, selfcheck.V, bounds, [total] * NUM, [list(forbidden)] * NUM, 3)
     key = oracles.row_keys(seed, NUM)
     canvas, nfe, truncated, left = jax.device_get(
         program(family, sampler, corrector)(key, canvas, jax.tree.map(jnp.asarray, asked))
@@ -81,11 +82,8 @@ WEIGHT_OF_CONTEXT = {  # docs/MATH.md 6d
 }
 
 
-REVISED = Corrector(steps=2, strength=0.7)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("corrector", [None, REVISED], ids=["drawn", "revised"])
+@pytest.mark.parametrize("corrector", [ONCE, REVISED], ids=["drawn", "revised"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_context_with_open_gaps_grows_into_the_texts_that_have_it(family, corrector):
     """All gaps open, no numbers asked for: p(x0) times the number of ways to delete to the context, times a weight of
@@ -122,7 +120,7 @@ REVISED_SAMPLERS += [pytest.param(family, "leap", marks=pytest.mark.slow) for fa
 def test_revision_keeps_the_law_of_the_data(family, sampler):
     """Of `leap` as far as its grid allows. Half of the texts change at least."""
     steps = {"event": {}, "leap": {"num_steps": 48}}[sampler]
-    before, calls = unconditional(family, sampler, None, **steps)
+    before, calls = unconditional(family, sampler, ONCE, **steps)
     after, more_calls = unconditional(family, sampler, REVISED, **steps)
     law = dict(zip([text.tokens for text in plain_world().texts], checked(family).start_law(), strict=True))
     found, bound = variation(after, law)

@@ -310,7 +310,7 @@ def compiled(family, sampler, record=False):
     grid = process.samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
     network = made_up(family, calls)
     rates = functools.partial(evals.log_gap_rates, process) if record else None
-    return jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters(), None, rates)), calls
+    return jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters(), log_gap_rates=rates)), calls
 
 
 def sample(family, sampler, key, canvas):

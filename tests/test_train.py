@@ -16,7 +16,7 @@ import pytest
 
 import dilm_jax
 import tiny
-from dilm_jax import checkpoint, evals, optim, sharding, train
+from dilm_jax import checkpoint, evals, optim, sampling, sharding, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import InsertionTargets
 from dilm_jax.processes.registry import PROCESSES
@@ -323,9 +323,12 @@ def probe_loss(made, parts, mesh):
 def probe_sampler(made, parts, mesh):
     canvas, _, keys = abstract_network_input("joint")
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
-    state = jax.eval_shape(sampler.start, keys, canvas)
-    move = functools.partial(sampler.advance, filters=parts.filters)
-    return text(jax.make_jaxpr(lambda scores, state: move(scores, state))(abstract_scores("joint"), state))
+
+    def run(scores, keys, canvas):
+        network = lambda *_: scores  # noqa: E731
+        return sampling.generate(network, sampler, keys, canvas, parts.filters, corrector=parts.corrector)
+
+    return text(jax.make_jaxpr(run)(abstract_scores("joint"), keys, canvas))
 
 
 def probe_optimizer(made, parts, mesh):
@@ -488,7 +491,8 @@ def test_every_key_of_the_config_has_an_effect(key, monkeypatch, tmp_path):
 @pytest.mark.parametrize("key", config_lib.NEEDS)
 def test_a_key_that_would_have_no_effect_is_refused(key):
     first = [next(iter(needed.items())) for needed in config_lib.NEEDS[key]]
-    others = [(name, next(x for x in config_lib.CHOICES[name] if x not in values)) for name, values in first]
+    choices = config_lib.CHOICES | {"sampling.corrector_steps": (0,)}
+    others = [(name, next(x for x in choices[name] if x not in values)) for name, values in first]
     made = tiny.config("joint", *others)
     config_lib.validate(made, 1)
     made.update_from_flattened_dict({key: EFFECTS[key][0]})
