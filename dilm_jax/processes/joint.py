@@ -69,8 +69,8 @@ class Joint:
         return self._corrupt_since(key, x0, t, jnp.ones_like(t))
 
     def _corrupt_since(self, key, x0, t, began):
-        """Given that by `began` ≥ t all that is free was gone; below 1 with something left, that is not free here: then
-        the chain has rung n times (docs/MATH.md 6d)."""
+        """The same for paths back to a context that was all that was left at `began` ≥ t. Below 1 that is not the empty
+        canvas, so that the chain has rung n times by then and no more (docs/MATH.md 6d)."""
         k_all, k_count, k_which = canvas_lib.split_keys(key, 3)
         n, total_began = x0.free.sum(-1), self.schedule.total(began)
         rings = jnp.where(began < 1, n, n + self._rings_beyond(k_all, n, total_began))
