@@ -151,8 +151,10 @@ class Independent:
 
     def earlier(self, t, log_factor):
         """s with 1 − ρ_s = (1 − ρ_t)·exp(log_factor)."""
-        kept = -jnp.expm1(log_factor) + jnp.exp(log_factor - self.schedule.total(t))  # ρ_s
-        return jnp.minimum(self.schedule.inverse_total(-jnp.log(kept)), t)
+        gone = self._drop_prob(t) * jnp.exp(log_factor)  # 1 − ρ_s
+        kept = -jnp.expm1(log_factor) + jnp.exp(log_factor - self.schedule.total(t))  # ρ_s, where that is near 0
+        total = jnp.where(gone < 0.5, -jnp.log1p(-jnp.minimum(gone, 0.5)), -jnp.log(kept))
+        return jnp.minimum(self.schedule.inverse_total(total), t)
 
     def coefficient(self, t):
         """γ_t = σ_t·ρ_t/(1 − ρ_t)."""

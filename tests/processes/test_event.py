@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
@@ -77,6 +78,16 @@ def test_network_calls_follow_the_length(family):
             assert (nfe <= 2 * length + 1).all() and (nfe >= 2 * length).all()
         elif world is DISTINCT:
             assert nfe.mean() < 3 * L
+
+
+def test_earlier_times_of_independent_noise():
+    """1 − ρ_s = (1 − ρ_t)·exp(log_factor) in float64, at both ends of what float32 holds."""
+    process = oracles.make_process("independent", 2, L)
+    for t in (1e-6, 1e-4, 0.01, 0.3, 1.0):
+        for log_factor in (-1e-6, -1e-3, -0.5, -3.0, -20.0):
+            s = float(process.earlier(jnp.float32([t]), jnp.float32([log_factor]))[0])
+            total = -np.log1p(np.expm1(-oracles.total(np.float64(t))) * np.exp(log_factor))
+            assert oracles.total(np.float64(s)) == pytest.approx(total, rel=1e-4)
 
 
 # Total variation that two insertions from one call cost in these worlds, where letters say nearly all of each other:
