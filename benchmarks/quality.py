@@ -51,8 +51,8 @@ _WIDTH = flags.DEFINE_integer("width", 64, "Of the network.")
 _LAYERS = flags.DEFINE_integer("layers", 3, "Of the network.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Keeps trained parameters, which the next call then takes.")
 _NUM = flags.DEFINE_integer("num", 200, "Texts of each sampler.", lower_bound=1)
-_MASKS = flags.DEFINE_integer("masks", 1000, "Contexts to fill.")
-_LENGTHS = flags.DEFINE_integer("lengths", 10_000, "Texts whose length is asked for.")
+_MASKS = flags.DEFINE_integer("masks", 1000, "Contexts to fill.", lower_bound=1)
+_LENGTHS = flags.DEFINE_integer("lengths", 10_000, "Texts whose length is asked for.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Draw length and entropy over network calls here.")
 _ONLY = flags.DEFINE_string("only", "", "Samplers whose name contains this.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
@@ -60,6 +60,7 @@ _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
 STEPS = (8, 16, 32, 64, 128, 256)
 SETTINGS: dict[str, Setting] = {"event": event(), "event, 1 call": event(calls=1), **grids(*STEPS)}
 ASKED = 20  # bytes
+FREE = (0, UNBOUNDED)
 
 
 # --- Data and network ------------------------------------------------------------------------------------------------
@@ -117,11 +118,7 @@ def of_sampler(run: Samplers, corpus: Corpus, setting: Setting, num: int) -> dic
     state = run(setting, row_keys(0, num), empty_canvas(num, corpus.texts.max_length, corpus.vocabulary))
     tokens, length = canvas_lib.content(jax.device_get(state.canvas))
     counts = {"calls": float(state.nfe.mean()), "saturated": float(state.saturated.mean())}
-    text = bytes(int(w) - NUM_BELOW for w in tokens[0][: length[0]] if w >= NUM_BELOW).decode(errors="replace")
-    return counts | describe(tokens, length) | {"truncated": int(state.truncated.sum()), "example": text}
-
-
-NUM_BELOW = 5  # ids below the bytes
+    return counts | describe(tokens, length) | {"truncated": int(state.truncated.sum())}
 
 
 # --- What is asked for -----------------------------------------------------------------------------------------------
@@ -150,9 +147,6 @@ def infill(run: Samplers, corpus: Corpus, held_out: Example, num: int, batch_siz
             in_place += text[changes].tolist() == there
             calls += float(state.nfe[b]) / num
     return {"contexts": num, "in_order": in_order, "in_place": in_place, "calls": calls}
-
-
-FREE = (0, UNBOUNDED)
 
 
 def exact_length(run: Samplers, corpus: Corpus, num: int, batch_size: int = 1000) -> dict:
@@ -208,13 +202,14 @@ def main() -> None:
             numbers = [f"{row['calls']:.1f}", length, f"{row['entropy']:.3f}", f"{row['saturated']:.2f}"]
             print_row([family, name, *numbers, f"{row['truncated']} of {_NUM.value}"])
         asked.append({"family": family, "sigma": corpus.sigma[family]})
-        if _MASKS.value:
-            asked[-1] |= infill(run, corpus, held_out, _MASKS.value)
-        if _LENGTHS.value:
-            asked[-1] |= exact_length(run, corpus, _LENGTHS.value)
+        asked[-1] |= infill(run, corpus, held_out, _MASKS.value) | exact_length(run, corpus, _LENGTHS.value)
     print()
+    columns = ["family", "sigma", "contexts in order", "in place", "calls", f"of {ASKED} bytes"]
+    print_row(columns, header=True)
     for row in asked:
-        print(row)
+        kept = [f"{row[key]} of {_MASKS.value}" for key in ("in_order", "in_place")]
+        sigma = "{:.3g} to {:.3g}".format(*row["sigma"])
+        print_row([row["family"], sigma, *kept, f"{row['calls']:.1f}", f"{row['right']} of {_LENGTHS.value}"])
     if _PLOT.value:
         plot(rows, data, _PLOT.value)
     results = {"data": data, "steps": _STEPS.value, "samplers": rows, "asked": asked}
