@@ -2,7 +2,7 @@
 
     python -m benchmarks.sampling [--config=configs/star_easy_joint.py:small,… | --workdir=DIR,…] [--num=256 …]
 
-For networks as initialised (--config; they insert until the answer is about full) or as trained (--workdir):
+For networks as initialised (--config; all lengths are then equally likely) or as trained (--workdir):
 1. sequences/s of the jitted sampler `event` by batch size, against a loop in Python over single sequences with the same
    jitted network call and the same jitted `advance`, and the milliseconds of a network call by batch size;
 2. network calls of each sampler on the first --num test graphs and, if the network is trained, exact match with two
