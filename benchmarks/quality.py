@@ -58,7 +58,12 @@ _ONLY = flags.DEFINE_string("only", "", "Samplers whose name contains this.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
 
 STEPS = (8, 16, 32, 64, 128, 256)
-SETTINGS: dict[str, Setting] = {"event": event(), "event, 1 call": event(calls=1), **grids(*STEPS)}
+SETTINGS: dict[str, Setting] = {
+    "event": event(),
+    "event, 1 call": event(calls=1),
+    "event, 4 a call": event(events_per_call=4),
+}
+SETTINGS |= grids(*STEPS)
 ASKED = 20  # bytes
 FREE = (0, UNBOUNDED)
 
@@ -134,7 +139,8 @@ def infill(run: Samplers, corpus: Corpus, held_out: Example, num: int, batch_siz
         context, _ = canvas_lib.drop_tokens(x0, jnp.asarray(dropped), corpus.vocabulary)
         # Groups that alternate from gap to gap tell where a context's token is: there the group changes.
         group = np.where(context.open_gap, np.arange(context.num_columns) % 2, NO_GROUP)
-        asked = request.build(context.num_columns, [[(0, 0, UNBOUNDED)] * 2] * batch_size, [FREE] * batch_size, 2)
+        gaps, size = [[(0, 0, UNBOUNDED)] * 2] * batch_size, corpus.vocabulary.size
+        asked = request.build(context.num_columns, size, gaps, [FREE] * batch_size, [[]] * batch_size, 2)
         asked = jax.tree.map(jnp.asarray, dataclasses.replace(asked, group=group.astype(np.int32)))
         state = jax.device_get(run(event(), row_keys(first, batch_size), context, asked))
         for b in range(min(batch_size, num - first)):
@@ -153,7 +159,8 @@ def exact_length(run: Samplers, corpus: Corpus, num: int, batch_size: int = 1000
     """How many of `num` texts have the ASKED bytes, on canvases with room for half as many more."""
     batch_size, right = min(num, batch_size), 0
     canvas = empty_canvas(batch_size, ASKED + ASKED // 2, corpus.vocabulary)
-    asked = request.build(canvas.num_columns, [[(1, *FREE)]] * batch_size, [(ASKED, ASKED)] * batch_size, 1)
+    gaps, total, size = [[(1, *FREE)]] * batch_size, [(ASKED, ASKED)] * batch_size, corpus.vocabulary.size
+    asked = request.build(canvas.num_columns, size, gaps, total, [[]] * batch_size, 1)
     for first in range(0, num, batch_size):
         state = run(event(), row_keys(first, batch_size), canvas, jax.tree.map(jnp.asarray, asked))
         right += int((canvas_lib.content(state.canvas)[1] == ASKED)[: num - first].sum())

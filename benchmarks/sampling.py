@@ -45,7 +45,12 @@ _SECONDS = flags.DEFINE_float("seconds", 3.0, "A time is the mean over at least 
 _ONLY = flags.DEFINE_string("only", "", "Samplers whose name contains this.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
 
-SETTINGS: dict[str, Setting] = {"event": event(), "event, 1 call": event(calls=1), **grids(16, 64)}
+SETTINGS: dict[str, Setting] = {
+    "event": event(),
+    "event, 1 call": event(calls=1),
+    "event, 2 a call": event(events_per_call=2),
+}
+SETTINGS |= grids(16, 64)
 TIMED: Setting = event()
 
 

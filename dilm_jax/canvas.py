@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 CLS_COLUMN, BOS_COLUMN = 0, 1
 NUM_SPECIAL_COLUMNS = 2  # CLS and BOS precede the content
@@ -202,44 +203,59 @@ def to_canvas(x0: Example, vocabulary: Vocabulary) -> Canvas:
 
 def insert_tokens(
     key: Key[Array, " B"], canvas: Canvas, insert: Bool[Array, "B S"], tokens: Int[Array, "B S"]
-) -> tuple[Canvas, Bool[Array, " B"]]:
+) -> tuple[Canvas, Bool[Array, "B S"], Bool[Array, " B"]]:
     """Inserts `tokens[:, i]` right after column i wherever `insert[:, i]` and gap i is open.
 
     Existing tokens move right and keep their order; nothing is overwritten. When more gaps fire than columns are
     free, a uniformly random subset of them is inserted.
 
-    Returns the new canvas and, per row, whether an insertion had to be left out.
+    Returns the new canvas, the insertions that were made and, per row, whether one had to be left out.
     """
-    B, S = insert.shape
-    row = jnp.arange(B)[:, None]
+    S = insert.shape[-1]
     insert = insert & canvas.open_gap & canvas.occupied
     truncated = insert.sum(-1) > S - canvas.length
     insert = choose(key, insert, S - canvas.length)
-    old, new = columns_after(canvas, insert)
-
-    def place(values, at_pad, at_new):
-        moved = jnp.full_like(values, at_pad).at[row, old].set(values, mode="drop")
-        return moved.at[row, new].set(at_new, mode="drop")
-
     pad = canvas.tokens[:, -1:]  # read only where the row is not full, and then it is PAD
-    return (
-        _layout(
-            place(canvas.tokens, pad, tokens.astype(canvas.tokens.dtype)),
-            place(canvas.frozen, False, False),
-            place(canvas.open_gap, False, True),
-            canvas.length + insert.sum(-1),
-        ),
-        truncated,
+    after = _layout(
+        carry_over(canvas, insert, canvas.tokens, tokens.astype(canvas.tokens.dtype), pad),
+        carry_over(canvas, insert, canvas.frozen, False, False),
+        carry_over(canvas, insert, canvas.open_gap, True, False),
+        canvas.length + insert.sum(-1),
     )
+    return after, insert, truncated
 
 
-def columns_after(canvas: Canvas, insert: Bool[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """The columns that the tokens of a canvas move to, and those of the tokens inserted into its gaps; S for none."""
-    S = insert.shape[-1]
-    shift = jnp.cumsum(insert, axis=-1)
-    return (
-        jnp.where(canvas.occupied, jnp.arange(S) + shift - insert, S),
-        jnp.where(insert, jnp.arange(S) + shift, S),
+def carry_over(
+    canvas: Canvas, insert: Bool[Array, "B S"], values: Shaped[Array, "B S"], at_new: ArrayLike, at_pad: ArrayLike
+) -> Shaped[Array, "B S"]:
+    """Values of the columns after insertions that fit: each moves with its token, a token inserted into gap i gets
+    `at_new[:, i]`."""
+    B, S = insert.shape
+    row, shift = jnp.arange(B)[:, None], jnp.cumsum(insert, axis=-1)
+    old = jnp.where(canvas.occupied, jnp.arange(S) + shift - insert, S)  # S is out of range: dropped by the scatter
+    new = jnp.where(insert, jnp.arange(S) + shift, S)
+    moved = jnp.full_like(values, at_pad).at[row, old].set(values, mode="drop")
+    return moved.at[row, new].set(at_new, mode="drop")
+
+
+def close_up(
+    canvas: Canvas, dropped: Bool[Array, "B S"], values: Shaped[Array, "B S"], at_pad: ArrayLike
+) -> Shaped[Array, "B S"]:
+    """Values of the columns that are left when the tokens of some go."""
+    B, S = dropped.shape
+    left = canvas.occupied & ~dropped
+    column = jnp.where(left, jnp.cumsum(left, axis=-1) - 1, S)  # S is out of range: dropped by the scatter
+    return jnp.full_like(values, at_pad).at[jnp.arange(B)[:, None], column].set(values, mode="drop")
+
+
+def to_example(canvas: Canvas, frozen: Bool[Array, "B S"]) -> Example:
+    """The text on a canvas, with these columns frozen."""
+    return Example(
+        tokens=canvas.tokens[:, NUM_SPECIAL_COLUMNS:],
+        length=canvas.length - NUM_SPECIAL_COLUMNS,
+        frozen=frozen[:, NUM_SPECIAL_COLUMNS:],
+        open_gap=canvas.open_gap[:, BOS_COLUMN:],
+        num_bytes=jnp.zeros_like(canvas.length),
     )
 
 

@@ -19,7 +19,7 @@ from dilm_jax.data.star import SPLIT_SIZES, TASKS, StarSource, StarTask
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Process
 from dilm_jax.processes.registry import PROCESSES
-from dilm_jax.sampling import Filter, Filters, SamplingOptions
+from dilm_jax.sampling import Corrector, Filter, Filters, SamplingOptions
 from dilm_jax.schedules import SCHEDULES, Schedule, concrete_total
 
 # Keys whose change makes a checkpoint another run's: refused on resume.
@@ -43,16 +43,30 @@ CHOICES = {
     "sampling.sampler": ("event", "leap", "euler"),
 }
 
-# Keys that have an effect only beside one of these values of others: refused otherwise, unless at their default.
-_CHOOSES_A_GAP = {"process.family": ("joint",), "sampling.sampler": ("event",)}
-NEEDS = {
-    "loss.targets": {"loss.alignment": ("sampled",)},
-    "loss.max_weight": {"loss.weighting": ("elbo",)},
-    "optim.cosine_cycles": {"optim.schedule": ("cosine",)},
-    "optim.floor": {"optim.schedule": ("cosine",)},
-    "sampling.num_steps": {"sampling.sampler": ("leap", "euler")},
-    "sampling.rate_scale": {"sampling.sampler": ("euler",)},
-    "sampling.calls": {"sampling.sampler": ("event",)},
+
+class _AtLeastOne:
+    """The values of a key that counts."""
+
+    def __contains__(self, value: int) -> bool:
+        return value >= 1
+
+    def __iter__(self):
+        yield "1 or more"
+
+
+# Keys that have an effect only where all values of one of these hold: refused otherwise, unless at their default.
+_ONE_EVENT = {"sampling.sampler": ("event",), "sampling.events_per_call": (1,)}
+_CHOOSES_A_GAP = ({"process.family": ("joint",)}, _ONE_EVENT)
+NEEDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "loss.targets": ({"loss.alignment": ("sampled",)},),
+    "loss.max_weight": ({"loss.weighting": ("elbo",)},),
+    "optim.cosine_cycles": ({"optim.schedule": ("cosine",)},),
+    "optim.floor": ({"optim.schedule": ("cosine",)},),
+    "sampling.num_steps": ({"sampling.sampler": ("leap", "euler")},),
+    "sampling.rate_scale": ({"sampling.sampler": ("euler",)},),
+    "sampling.calls": (_ONE_EVENT,),
+    "sampling.events_per_call": ({"sampling.sampler": ("event",)},),
+    "sampling.corrector_strength": ({"sampling.corrector_steps": _AtLeastOne()},),
     "sampling.gap_temperature": _CHOOSES_A_GAP,
     "sampling.gap_top_k": _CHOOSES_A_GAP,
     "sampling.gap_top_p": _CHOOSES_A_GAP,
@@ -131,6 +145,9 @@ def default_config() -> ml_collections.ConfigDict:
     config.sampling.sampler = "event"
     config.sampling.num_steps = 200  # of the time grid of "leap" and "euler"
     config.sampling.calls = 2  # network calls a token of "event": 2 is exact
+    config.sampling.events_per_call = 1  # insertions of "event" from one call, above 1 an approximation
+    config.sampling.corrector_steps = 0  # rounds of noise and generation that revise a finished text
+    config.sampling.corrector_strength = 0.1  # noising time that each goes back to
     config.sampling.rate_scale = 1.0  # multiplies the rate of "euler"
     config.sampling.temperature = 0.0  # of the token; 0 is greedy
     config.sampling.top_k = 0  # 0 is off
@@ -197,11 +214,13 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
         raise ValueError(
             f"config.process.schedule deletes {total:g} times over by t = 1, more than {MAX_TOTAL:g}; lower sigma_max"
         )
-    sampler = config.sampling.sampler
-    if sampler in PROCESSES[config.process.family].READS_POSTERIOR and config.loss.length == "poisson_mean":
+    sampler, many = config.sampling.sampler, config.sampling.events_per_call > 1
+    reads = many or sampler in PROCESSES[config.process.family].READS_POSTERIOR
+    if reads and config.loss.length == "poisson_mean":
+        named = f"config.sampling.sampler={sampler!r}" + " with events_per_call above 1" * many
         raise ValueError(
-            f"config.sampling.sampler={sampler!r} reads the length posterior, of which loss.length='poisson_mean' fits "
-            "the mean only; use sampling.sampler='euler' or loss.length='cross_entropy'"
+            f"{named} reads the length posterior, of which loss.length='poisson_mean' fits the mean only; use "
+            "sampling.sampler='euler' or loss.length='cross_entropy'"
         )
     for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
         if _get(config, key) > SPLIT_SIZES[split]:
@@ -212,13 +231,16 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
 
 def has_effect(config: ml_collections.ConfigDict, key: str) -> bool:
     """Whether the values beside a key let it have one (see NEEDS)."""
-    needed = NEEDS.get(key, {})
-    return not needed or any(_get(config, other) in values for other, values in needed.items())
+    alternatives = NEEDS.get(key, ({},))
+    return any(all(_get(config, other) in values for other, values in needed.items()) for needed in alternatives)
 
 
 def what_is_needed(key: str) -> str:
     """What would let a key have an effect, to end a sentence."""
-    return "without " + " or ".join(f"{other} = {' or '.join(values)}" for other, values in NEEDS[key].items())
+    return "without " + ", or ".join(
+        " and ".join(f"{other} = {' or '.join(map(str, values))}" for other, values in needed.items())
+        for needed in NEEDS[key]
+    )
 
 
 def _check_choice(config: ml_collections.ConfigDict, key: str) -> None:
@@ -281,6 +303,7 @@ class Parts:
     sampler: str  # a key of process.samplers(sampling)
     sampling: SamplingOptions
     filters: Filters
+    corrector: Corrector
     model: dict[str, Any]  # constructor arguments of the Transformer
     matmul_precision: str
 
@@ -309,9 +332,13 @@ def build(config: ml_collections.ConfigDict) -> Parts:
         },
         sampler=config.sampling.sampler,
         sampling=SamplingOptions(
-            num_steps=config.sampling.num_steps, rate_scale=config.sampling.rate_scale, calls=config.sampling.calls
+            num_steps=config.sampling.num_steps,
+            rate_scale=config.sampling.rate_scale,
+            calls=config.sampling.calls,
+            events_per_call=config.sampling.events_per_call,
         ),
         filters=_filters(config),
+        corrector=Corrector(steps=config.sampling.corrector_steps, strength=config.sampling.corrector_strength),
         model=dict(config.model),
         matmul_precision=config.train.matmul_precision,
     )

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import coverage, likelihood, metrics, sampling, sharding
-from dilm_jax.canvas import Example
+from dilm_jax import coverage, likelihood, metrics, sampling, schedules, sharding
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Canvas, Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
+from dilm_jax.processes.base import Process
 from dilm_jax.request import Request
 
 
@@ -32,6 +34,8 @@ class Samples:
     saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
     truncated: Bool[Array, " B"]  # an insertion was left out: the canvas was full
     group: Int[Array, "B S"] | None  # of each gap, under a request
+    born: Int[Array, "B S"]  # of each column, the call that its token came at, from 1; 0: there from the start
+    trace: sampling.Trace | None  # if it was asked for
 
 
 def network(parts: Parts, mesh) -> Callable:
@@ -62,13 +66,15 @@ def row_keys(seed: UInt[Array, " B"], index: Int[Array, " B"]) -> jax.Array:
     return jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seed, index)
 
 
-def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
+def make_sampler(parts: Parts, mesh, trace: bool = False) -> Callable[..., Samples]:
     """Jitted (params, examples, seed [B], index [B], request or None) → Samples: deletes what is free and generates it
     anew; under a request what is free is a context, and stays.
 
-    Row b depends on (seed[b], index[b]), its own prompt and its request alone.
+    Row b depends on (seed[b], index[b]), its own prompt and its request alone. With `trace` the samples have one,
+    and are otherwise the same.
     """
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
+    rates = functools.partial(log_gap_rates, parts.process) if trace else None
     apply = network(parts, mesh)
     rows = sharding.batch_sharding(mesh)
 
@@ -77,12 +83,20 @@ def make_sampler(parts: Parts, mesh) -> Callable[..., Samples]:
         key = row_keys(seed, index)
         goes = x0.free if request is None else jnp.zeros_like(x0.free)
         prompt, _ = canvas_lib.drop_tokens(x0, goes, parts.process.vocabulary)
-        state = sampling.generate(functools.partial(apply, params), sampler, key, prompt, parts.filters, request)
+        net = functools.partial(apply, params)
+        state = sampling.generate(net, sampler, key, prompt, parts.filters, request, parts.corrector, rates)
         tokens, length = sampler.decode(state.canvas)
         group = None if state.request is None else state.request.group
-        return Samples(tokens, length, state.nfe, state.saturated, state.truncated, group)
+        return Samples(tokens, length, state.nfe, state.saturated, state.truncated, group, state.born, state.trace)
 
     return sample
+
+
+def log_gap_rates(process: Process, scores: Scores, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
+    """log of the rate at which each gap gets tokens; NaN where the family has no rate of each insertion."""
+    if not isinstance(process, likelihood.Bounded):
+        return jnp.full(canvas.tokens.shape, jnp.nan)
+    return process.log_rates(scores, canvas, t) + scores.lse()
 
 
 def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) -> Callable[..., jax.Array]:
@@ -95,8 +109,8 @@ def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) 
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
     def bound(params, x0: Example, seed, index):
-        key = row_keys(seed, index)
-        return likelihood.bound_samples(process, functools.partial(apply, params), key, x0, num_times).T
+        key, place = row_keys(seed, index), schedules.evenly_spread(seed, index)
+        return likelihood.bound_samples(process, functools.partial(apply, params), key, place, x0, num_times).T
 
     return bound
 
@@ -186,8 +200,15 @@ def card(
 ) -> dict[str, Any]:
     """The content of eval.json: how the numbers were obtained, then the numbers."""
     gap, token = parts.filters.gap, parts.filters.token
-    event = parts.sampler == "event"
-    effort = f"{parts.sampling.calls} calls a token" if event else f"{parts.sampling.num_steps} steps"
+    options = parts.sampling
+    if parts.sampler != "event":
+        effort = f"{options.num_steps} steps"
+    elif options.events_per_call > 1:
+        effort = f"{options.events_per_call} events a call"
+    else:
+        effort = f"{options.calls} calls a token"
+    if parts.corrector.steps:
+        effort += f", {parts.corrector.steps} corrections from t = {parts.corrector.strength:g}"
     return {
         "split": split,
         "n": num,

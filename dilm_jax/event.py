@@ -16,13 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
-from dilm_jax.canvas import Canvas
-from dilm_jax.sampling import Filters, Insertions, begin, conditioned, move
+from dilm_jax.canvas import Canvas, Example, InsertionTargets
+from dilm_jax.sampling import Filters, Insertions, Noise, begin, conditioned, draw_every_gap, move, undo
 
 SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
 Times = Float[Array, " B"]
 # (key, scores, canvas, fire [B], filters) → one insertion a row that fires, at most: insert [B, S] and tokens [B, S].
 DrawOne = Callable[[Any, Scores, Canvas, Bool[Array, " B"], Filters], tuple[Array, Array]]
+DrawGaps = Callable[[Any, Scores, Canvas, Int[Array, " B"], Filters], tuple[Array, Array]]  # the same, `count` of them
 
 
 @struct.dataclass
@@ -39,6 +40,7 @@ class Searching(Clock):
 
     rounds: Int[Array, " B"]  # still to go in the search for the time of a context
     left: Int[Array, " B"]  # how many tokens are missing, as last drawn
+    began: Float[Array, " B"]  # the time of the context
 
 
 @struct.dataclass
@@ -54,7 +56,8 @@ class OrderStatistics:
 
     At (x, t) the length head gives l, and `next_time` the time s of the first of l insertions; l = 0 ends the row. The
     gap and the token come from the network at (x, s), the next l from the one at (x', s): two calls a token, exact.
-    With calls=1 gap and token come from the call at (x, t): an approximation.
+    With calls=1 gap and token come from the call at (x, t): an approximation. With events_per_call=k the next k
+    insertions do, into k gaps, and s is the time of the last of them.
 
     A request's free tokens are a context that noise could have left at any time, which t = 1 would make far too late:
     its time is drawn first, by `time_of` given l and l given the time in turn (docs/MATH.md 6d).
@@ -63,10 +66,13 @@ class OrderStatistics:
     max_length: int
     eps: float
     calls: int
+    events_per_call: int
     log_p_left: Callable[[Scores, Canvas], Float[Array, "B K"]]
-    next_time: Callable[[Any, Canvas, Int[Array, " B"], Times], Times]  # (key, canvas, l, t) → s
+    # (key, canvas, l, t, k) → time of the k-th insertion
+    next_time: Callable[[Any, Canvas, Int[Array, " B"], Times, Int[Array, " B"]], Times]
     time_of: Callable[[Any, Int[Array, " B"]], Times]  # (key, l) → t of a canvas from which l tokens are missing
-    draw: DrawOne
+    draw: DrawGaps
+    noise_since: Callable[[Any, Example, Times, Times], tuple[Canvas, InsertionTargets]]  # Noise, of paths begun at …
 
     decode = staticmethod(canvas_lib.content)
 
@@ -78,8 +84,18 @@ class OrderStatistics:
             canvas,
             request,
             self.max_length,
-            carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds, left=rounds),
+            carry=Searching(time=at_one, fresh=at_one > 0, rounds=rounds, left=rounds, began=at_one),
         )
+
+    def go_back(self, key, state, t):
+        clock = state.carry
+        time = jnp.minimum(t, clock.began)
+
+        def noise(key, x0, time):
+            return self.noise_since(key, x0, time, clock.began)
+
+        carry = dataclasses.replace(clock, time=time, fresh=jnp.ones_like(clock.fresh))
+        return undo(key, state, noise, time, self.eps, self.max_length, carry)
 
     def advance(self, scores, state, filters):
         k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
@@ -90,14 +106,17 @@ class OrderStatistics:
         log_p = jnp.where(searching[:, None], of_all, self.log_p_left(scores, canvas))
         left = jax.vmap(jax.random.categorical)(k_left, log_p)
         due = active & clock.fresh & (left > 0) & ~searching
-        time = jnp.where(due, self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time), clock.time)
+        one_call = self.calls == 1 or self.events_per_call > 1
+        count = jnp.clip(left, 1, self.events_per_call)
+        time = self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time, count)
+        time = jnp.where(due, time, clock.time)
         if state.request is not None:
             time = jnp.where(active & searching, self.time_of(k_time, left), time)
-            room = left if self.calls == 1 else clock.left  # tokens owed are among those that are missing
+            room = left if one_call else clock.left  # tokens owed are among those that are missing
             canvas = dataclasses.replace(canvas, open_gap=canvas.open_gap & state.request.may_fire(room))
 
-        fire = due if self.calls == 1 else active & ~clock.fresh
-        insert, tokens = self.draw(k_draw, scores, canvas, fire, filters)
+        fire = due if one_call else active & ~clock.fresh
+        insert, tokens = self.draw(k_draw, scores, canvas, jnp.where(fire, count, 0), filters)
         return move(
             state,
             k_place,
@@ -108,9 +127,10 @@ class OrderStatistics:
             next_key=k_next,
             carry=Searching(
                 time=time,
-                fresh=clock.fresh if self.calls == 1 else ~clock.fresh | searching,
+                fresh=clock.fresh if one_call else ~clock.fresh | searching,
                 rounds=jnp.maximum(clock.rounds - 1, 0),
                 left=left,
+                began=jnp.where(searching, time, clock.began),
             ),
         )
 
@@ -149,12 +169,16 @@ class Thinning:
     calls: int
     law: Missing
     draw: DrawOne
+    noise: Noise
 
     decode = staticmethod(canvas_lib.content)
 
     def start(self, key, canvas, request=None):
-        at_one = jnp.ones(canvas.length.shape, jnp.float32)
-        return begin(key, canvas, request, self.max_length, carry=Proposal(time=at_one, fresh=at_one > 0, bound=at_one))
+        return begin(key, canvas, request, self.max_length, carry=_at(jnp.ones(canvas.length.shape)))
+
+    def go_back(self, key, state, t):
+        time = jnp.full_like(state.clock, t)
+        return undo(key, state, self.noise, time, self.eps, self.max_length, carry=_at(time))
 
     def advance(self, scores, state, filters):
         k_accept, k_wait, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
@@ -186,4 +210,70 @@ class Thinning:
             clock=jnp.maximum(time, self.eps),
             next_key=k_next,
             carry=Proposal(time=time, fresh=~proposes, bound=of_all),
+        )
+
+
+def _at(time: Times) -> Proposal:
+    """The next call is the first one at this time."""
+    return Proposal(time=time, fresh=jnp.ones(time.shape, bool), bound=jnp.ones_like(time))
+
+
+@runtime_checkable
+class GapNumbers(Protocol):
+    """What a family says of how many tokens are missing from each gap."""
+
+    def log_p_left(self, scores: Scores, canvas: Canvas) -> Float[Array, "B S K"]:
+        """log p_i(l) of each gap."""
+        ...
+
+    def earlier(self, t: Times, log_factor: Float[Array, " B"]) -> Times:
+        """As in `Missing`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManyEvents:
+    """The next k insertions, into k gaps, from one network call: an approximation.
+
+    At (x, t) each gap draws how many tokens l are missing from it, as if gaps were independent. The first of them comes
+    at M(s) = M(t)·U^{1/l}. The k gaps that come first get a token each, and the next call is at the time of the last
+    of these. A row ends when nothing is missing from any gap.
+    """
+
+    max_length: int
+    eps: float
+    events_per_call: int
+    law: GapNumbers
+    noise: Noise
+
+    decode = staticmethod(canvas_lib.content)
+
+    def start(self, key, canvas, request=None):
+        return begin(key, canvas, request, self.max_length, carry=jnp.ones(canvas.length.shape))
+
+    def go_back(self, key, state, t):
+        time = jnp.full_like(state.clock, t)
+        return undo(key, state, self.noise, time, self.eps, self.max_length, carry=time)
+
+    def advance(self, scores, state, filters):
+        k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
+        scores, canvas, state = conditioned(scores, state, self.max_length)
+        left = jax.vmap(jax.random.categorical)(k_left, self.law.log_p_left(scores, canvas))
+        due = canvas.open_gap & (left > 0)
+        wait = jax.vmap(lambda k: jax.random.exponential(k, left.shape[1:]))(k_time)
+        first = jnp.where(due, -wait / jnp.maximum(left, 1), -jnp.inf)  # log of M(s)/M(t)
+        last = jnp.sort(first, axis=-1)[:, -min(self.events_per_call, first.shape[-1])]
+        fire = due & (first >= last[:, None])
+        insert, tokens = draw_every_gap(k_draw, scores, canvas, fire, filters)
+        time = self.law.earlier(state.carry, jnp.where(fire, first, 0.0).min(-1))
+        time = jnp.where(state.done, state.carry, time)
+        return move(
+            state,
+            k_place,
+            Insertions(insert=insert, tokens=tokens, saturated=jnp.zeros_like(state.done)),
+            self.max_length,
+            finished=~due.any(-1),
+            clock=jnp.maximum(time, self.eps),
+            next_key=k_next,
+            carry=time,
         )

@@ -1,10 +1,13 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
---infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…] [--sampler=…
---steps=… --calls=… --seed=… --temperature=… --top_k=… --top_p=… --output=FILE.jsonl]`.
+--infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…]
+[--forbid='3 4'] [--require='2'] [--sampler=… --steps=… --calls=… --events_per_call=… --corrector_steps=…
+--corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=… --gap_top_p=…] [--seed=…
+--output=FILE.jsonl --trace=FILE.html]`.
 
 Without a prompt the graphs come from the test split, and paths that are not the answer are marked. With --output
-the rows are written as jsonl instead; rows of --input are `{"prompt" or "infill": …, "id": …, "seed": …, "length": …,
-"max_length": …}`, all but the first optional.
+the rows are written as jsonl instead, with --trace a page that replays them too; rows of --input are `{"prompt" or
+"infill": …, "id": …, "seed": …, "length": …, "max_length": …, "forbid": "3 4", "require": "2"}`, all but the first
+optional.
 """
 
 import json
@@ -28,15 +31,26 @@ _INFILL = flags.DEFINE_string(
 )
 _LENGTH = flags.DEFINE_integer("length", None, "Tokens of the whole text, exactly.", lower_bound=0)
 _MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of the whole text, at most.", lower_bound=0)
+_FORBID = flags.DEFINE_string("forbid", None, "Nodes that are not inserted, for example '3 4'.")
+_REQUIRE = flags.DEFINE_string("require", None, "Nodes that the answer has, in any order; it may have others too.")
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts and infills.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
+_TRACE = flags.DEFINE_string("trace", None, "Write a replay of the insertions here too: one HTML file.")
 _SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of the time grid; as in training unless given.")
 _CALLS = flags.DEFINE_integer("calls", None, "Network calls a token of event, 2 (exact) or 1.")
+_EVENTS = flags.DEFINE_integer("events_per_call", None, "Insertions of event from one network call.")
+_CORRECTOR_STEPS = flags.DEFINE_integer("corrector_steps", None, "Revisions of a finished text.")
+_CORRECTOR_STRENGTH = flags.DEFINE_float("corrector_strength", None, "Noising time that each goes back to, up to 1.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the sampling noise.", lower_bound=0, upper_bound=2**32 - 1)
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the token; 0 is greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", None, "Of the token; 0 is off.")
-_TOP_P = flags.DEFINE_float("top_p", None, "Of the token; 1 is off.")
+_FILTERS = [
+    flags.DEFINE_float("temperature", None, "Of the token; 0 is greedy."),
+    flags.DEFINE_integer("top_k", None, "Of the token; 0 is off."),
+    flags.DEFINE_float("top_p", None, "Of the token; 1 is off."),
+    flags.DEFINE_float("gap_temperature", None, "Of the gap, where one of all gaps is chosen; 0 is greedy."),
+    flags.DEFINE_integer("gap_top_k", None, "Of the gap; 0 is off."),
+    flags.DEFINE_float("gap_top_p", None, "Of the gap; 1 is off."),
+]
 
 
 def main() -> None:
@@ -52,9 +66,10 @@ def main() -> None:
         sampler=_SAMPLER.value,
         num_steps=_STEPS.value,
         calls=_CALLS.value,
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
+        events_per_call=_EVENTS.value,
+        corrector_steps=_CORRECTOR_STEPS.value,
+        corrector_strength=_CORRECTOR_STRENGTH.value,
+        **{flag.name: flag.value for flag in _FILTERS},
     )
     task, answers, num = run.parts.task, None, 8 if _NUM.value is None else _NUM.value
     if _INPUT.value is not None:
@@ -65,11 +80,18 @@ def main() -> None:
         rows = [parse_infill(task, _INFILL.value)] * num
     else:
         rows, answers = test_rows(run.parts.sources["test"], num)
-    if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).open("a").close()  # better an error now than after the work
+    for file in filter(None, (_OUTPUT.value, _TRACE.value)):
+        pathlib.Path(file).open("a").close()  # better an error now than after the work
     asked = {"seed": _SEED.value, "length": _LENGTH.value, "max_length": _MAX_LENGTH.value}
+    asked |= {flag.name: _nodes(task, flag.name, flag.value) for flag in (_FORBID, _REQUIRE) if flag.value is not None}
     asked = {name: value for name, value in asked.items() if value is not None}
-    generated = run.generate([asked | row for row in rows])
+    rows = [asked | row for row in rows]
+    if _TRACE.value:
+        replay = run.show_trace(rows)
+        generated = replay.rows
+        pathlib.Path(_TRACE.value).write_text(replay.html, "utf-8")
+    else:
+        generated = run.generate(rows)
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text("".join(json.dumps(row) + "\n" for row in generated))
     else:
@@ -97,8 +119,10 @@ def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
             kinds = [name for name in ("prompt", "infill") if isinstance(row, dict) and isinstance(row.get(name), str)]
             if len(kinds) != 1:
                 raise ValueError('expected an object with a string "prompt" or a string "infill"')
-            if unknown := sorted(row.keys() - {*kinds, *_ROW_LIMITS, "id"}):
-                raise ValueError(f"unknown key {unknown[0]!r}; a row has {kinds[0]}, id, {', '.join(_ROW_LIMITS)}")
+            if unknown := sorted(row.keys() - {*kinds, *_ROW_LIMITS, *_NODES, "id"}):
+                known = ", ".join((*_ROW_LIMITS, *sorted(_NODES)))
+                raise ValueError(f"unknown key {unknown[0]!r}; a row has {kinds[0]}, id, {known}")
+            row |= {name: _nodes(task, name, row[name]) for name in _NODES & row.keys()}
             for name, limit in _ROW_LIMITS.items():
                 if type(row.get(name, 0)) is not int or not 0 <= row.get(name, 0) < limit:
                     raise ValueError(f"{name} {row[name]!r} is not an integer in [0, {limit})")
@@ -111,6 +135,17 @@ def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _nodes(task: star.StarTask, name: str, text: Any) -> list[int]:
+    """Raises ValueError naming the key or flag."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} {text!r} is not a string of nodes")
+    try:
+        return star.parse_nodes(task, text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+_NODES = {"forbid", "require"}
 _ROW_LIMITS = {"seed": 2**32, "length": 2**31, "max_length": 2**31}
 
 

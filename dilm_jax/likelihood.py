@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int, Key
 from dilm_jax import alignment, losses
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
-from dilm_jax.canvas import Canvas, Example, InsertionTargets
-from dilm_jax.schedules import LARGEST_U, TimeSampler, stratified
+from dilm_jax.canvas import Canvas, Example, InsertionTargets, Vocabulary
+from dilm_jax.schedules import LARGEST_U, TimeSampler
 
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
 BELOW_EPS_SHARE = 0.05  # of the draws of t, for [0, eps]
@@ -30,6 +30,9 @@ BELOW_EPS_SHARE = 0.05  # of the draws of t, for [0, eps]
 @runtime_checkable
 class Bounded(Protocol):
     """A process whose likelihood this file bounds: what it must offer beside base.Process."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
 
     @property
     def eps(self) -> float:
@@ -66,6 +69,10 @@ class Bounded(Protocol):
         """P(N_t = m | n free tokens), m = 0..max_length."""
         ...
 
+    def one_missing(self, n: Int[Array, " B"], t: Float[Array, " B"]) -> Float[Array, " B"]:
+        """P(N_t = n − 1 | n free tokens, and N_1 = 0)."""
+        ...
+
 
 def bound_sample(
     process: Bounded, network: Network, key: Key[Array, " B"], x0: Example, u: Float[Array, " B"]
@@ -75,20 +82,26 @@ def bound_sample(
     Averaged over u uniform and over keys it is the integral, [0, eps] included.
     """
     t, weight = bound_times(process, u)
-    canvas, targets = process.corrupt_to_empty(key, x0, t)
+    canvas, targets, of_mask = noised(process, key, x0, t)
     scores = network(canvas, jnp.maximum(t, process.eps))
-    return weight * integrand(process, scores, canvas, targets)
+    return weight * of_mask * integrand(process, scores, canvas, targets)
 
 
 def bound_samples(
-    process: Bounded, network: Network, key: Key[Array, " B"], x0: Example, num_times: int
+    process: Bounded,
+    network: Network,
+    key: Key[Array, " B"],
+    place: Float[Array, " B"],
+    x0: Example,
+    num_times: int,
 ) -> Float[Array, "T B"]:
-    """`bound_sample` at one t in each of T = num_times equal cells of u. Row b depends on key b and its text alone."""
+    """`bound_sample` at T = num_times equally spaced u, the first at place/T. Row b depends on key b, place b and its
+    text alone; with places that are spread over [0, 1) (`schedules.evenly_spread`) a corpus covers all of u even where
+    T = 1."""
 
     def at(cell):
         cell_key = jax.vmap(lambda k: jax.random.fold_in(k, cell))(key)
-        k_time, k_noise = canvas_lib.split_keys(cell_key, 2)
-        return bound_sample(process, network, k_noise, x0, stratified(k_time, cell, num_times))
+        return bound_sample(process, network, cell_key, x0, jnp.minimum((cell + place) / num_times, LARGEST_U))
 
     return jax.lax.map(at, jnp.arange(num_times))
 
@@ -101,15 +114,25 @@ def summarize(
     nelbo_nats_per_token is their sum over all texts by the sum of n (texts without a token count with their nats), and
     nelbo_perplexity its exponential; nelbo_bits_per_byte only where all texts have bytes. nelbo_stderr is the standard
     error of the nats per token that times and noise cause: from the spread of a text's own draws, which, as they come
-    from different cells, errs upwards; of a single draw a text, from the spread between texts.
+    from different times, errs upwards; of fewer than three draws a text, from the spread between texts. nelbo_low and
+    nelbo_high are the ends of its 95% confidence interval, corrected for skewness: rare draws are large.
     """
     draws, tokens = draws.astype(np.float64), max(int(n.sum()), 1)
-    nats = draws.mean(0)
+    T, nats = len(draws), draws.mean(0)
     per_token = nats.sum() / tokens
-    of_draws = (draws.var(0, ddof=1) / len(draws)).sum() if len(draws) > 1 else ((nats - per_token * n) ** 2).sum()
+    if T > 2:
+        of_draws = draws - nats
+        variance = (of_draws**2).sum() / (T * (T - 1))
+        third_moment = (of_draws**3).sum() / (T * (T - 1) * (T - 2))
+    else:
+        of_texts = nats - per_token * n
+        variance, third_moment = (of_texts**2).sum(), (of_texts**3).sum()
+    low, high = skewed_interval(variance, third_moment)
     results = {
         "nelbo_nats_per_token": per_token,
-        "nelbo_stderr": np.sqrt(of_draws) / tokens,
+        "nelbo_stderr": np.sqrt(variance) / tokens,
+        "nelbo_low": per_token + low / tokens,
+        "nelbo_high": per_token + high / tokens,
         "nelbo_perplexity": np.exp(per_token),
     }
     if num_bytes.all():
@@ -117,16 +140,52 @@ def summarize(
     return {name: float(value) for name, value in results.items()}
 
 
+def skewed_interval(variance: float, third_moment: float, z: float = 1.96) -> tuple[float, float]:
+    """Ends of a confidence interval about 0 of an estimate with these central moments, z standard errors wide but for
+    its skewness (Hall, "On the removal of skewness by transformation", 1992). Where draws are skewed, samples without
+    the rare large ones have a small spread and a small mean at once: an interval symmetric about them misses above."""
+    if variance == 0:
+        return 0.0, 0.0
+    skewness = third_moment / variance**1.5
+    if abs(skewness) < 1e-6:
+        return -z * np.sqrt(variance), z * np.sqrt(variance)
+
+    def quantile(z):
+        return 3 / skewness * (np.cbrt(1 + skewness * (z - skewness / 6)) - 1)
+
+    return -np.sqrt(variance) * quantile(z), -np.sqrt(variance) * quantile(-z)
+
+
+def noised(
+    process: Bounded, key: Key[Array, " B"], x0: Example, t: Float[Array, " B"]
+) -> tuple[Canvas, InsertionTargets, Float[Array, " B"]]:
+    """X_t given that nothing is left at t = 1, and the weight of the draw, which is 1 for t ≥ eps.
+
+    Below eps a token is rarely missing, but where one is the integrand grows as 1/t: half of the draws there have one
+    missing, which one uniform.
+    """
+    k_noise, k_which, k_one = canvas_lib.split_keys(key, 3)
+    canvas, targets = process.corrupt_to_empty(k_noise, x0, t)
+    one = canvas_lib.drop_at_random(k_one, x0, jnp.ones_like(x0.length), t, process.vocabulary)
+    n = x0.free.sum(-1)
+    below = (t < process.eps) & (n > 0)
+    forced = below & (jax.vmap(jax.random.uniform)(k_which) < 1 / 2)
+    canvas, targets = jax.tree.map(
+        lambda x, y: jnp.where(forced.reshape(-1, *[1] * (x.ndim - 1)), y, x), (canvas, targets), one
+    )
+    p = process.one_missing(n, t)
+    weight = jnp.where(targets.num_dropped == 1, 2 * p / (1 + p), 2.0)
+    return canvas, targets, jnp.where(below, weight, 1.0)
+
+
 def bound_times(process: Bounded, u: Float[Array, " B"]) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """t on [0, 1] and the weight that makes E[weight·f(t)] = ∫₀¹ f: importance-drawn above eps, and below it with
-    density ∝ 1/√t, since the coefficient grows as 1/t while the expected number of missing tokens falls as t."""
+    """t on [0, 1] and the weight that makes E[weight·f(t)] = ∫₀¹ f: importance-drawn above eps, uniform below it."""
     share, eps = BELOW_EPS_SHARE, process.eps
     above = jnp.clip((u - share) / (1 - share), 0.0, LARGEST_U)
     t_above, weight = process.importance_times(above)
-    root = jnp.maximum(u, 1e-6) / share  # u = 0 would divide by t = 0
     below = u < share
-    t = jnp.where(below, eps * root**2, t_above)
-    return t, jnp.where(below, 2 * eps * root / share, weight * (1 - eps) / (1 - share))
+    t = jnp.where(below, eps * jnp.maximum(u / share, 1e-6), t_above)  # the coefficient is infinite at t = 0
+    return t, jnp.where(below, eps / share, weight * (1 - eps) / (1 - share))
 
 
 def integrand(process: Bounded, scores: Scores, canvas: Canvas, targets: InsertionTargets) -> Float[Array, " B"]:

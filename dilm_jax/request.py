@@ -1,4 +1,5 @@
-"""What is asked of a sample beyond its law: into which gaps tokens may go, and how many (docs/MATH.md 6d).
+"""What is asked of a sample beyond its law: into which gaps tokens may go, how many, and which may not (docs/MATH.md
+6d).
 
 A request conditions what the length head says; nothing is cut off or padded afterwards, and numbers are always those
 asked for. Without numbers, with all gaps open and under `event`, the law is known: that of the texts, times the number
@@ -36,7 +37,7 @@ LEAST = 1e-12  # of a number's probability, over that of the likeliest: what is 
 class Request:
     """Per row. A group is what one gap of the first canvas grows into; G is the number of groups.
 
-    Tokens inserted are counted off: all numbers are of those still to come.
+    Bounds are on the number of tokens inserted, of a group and of all.
     """
 
     group: Int[Array, "B S"]  # of each gap; NO_GROUP where nothing may be inserted
@@ -45,28 +46,41 @@ class Request:
     total_at_least: Int[Array, " B"]
     total_at_most: Int[Array, " B"]
     drawn: Bool[Array, "B G"]  # at_least = at_most is a number that was drawn, or asked for
+    inserted: Int[Array, "B G"]  # so far
+    forbidden: Bool[Array, "B V"]  # tokens that are never inserted
+
+    @property
+    def owed(self) -> Int[Array, "B G"]:
+        """Tokens that a group must still get."""
+        return jnp.maximum(self.at_least - self.inserted, 0)
+
+    @property
+    def places(self) -> Int[Array, "B G"]:
+        """Tokens that a group may still get."""
+        return self.at_most - self.inserted
 
     @property
     def least(self) -> Int[Array, " B"]:
         """Tokens still owed."""
-        return jnp.maximum(self.at_least.sum(-1), self.total_at_least)
+        return jnp.maximum(self.owed.sum(-1), self.total_at_least - self.inserted.sum(-1))
 
     @property
     def most(self) -> Int[Array, " B"]:
-        return jnp.minimum(self.at_most.sum(-1), self.total_at_most)
+        """Tokens that may still come."""
+        return jnp.minimum(self.places.sum(-1), self.total_at_most - self.inserted.sum(-1))
 
     def may_fire(self, room: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Gaps that may get the next token, if `room` more come: those that other gaps are owed must be among them."""
-        return self._of_gap((self.at_most > 0) & ((self.spare(room) > 0)[:, None] | (self.at_least > 0))) & self.inside
+        return self._of_gap((self.places > 0) & ((self.spare(room) > 0)[:, None] | (self.owed > 0))) & self.inside
 
     def spare(self, room: Int[Array, " B"]) -> Int[Array, " B"]:
         """Tokens that no gap is owed, if `room` more come."""
-        return jnp.minimum(self.total_at_most, room) - self.at_least.sum(-1)
+        return jnp.minimum(self.total_at_most - self.inserted.sum(-1), room) - self.owed.sum(-1)
 
     @property
     def inside(self) -> Bool[Array, "B S"]:
         """Gaps of groups that are not full."""
-        return self._of_gap(self.at_most > 0) & (self.group != NO_GROUP)
+        return self._of_gap(self.places > 0) & (self.group != NO_GROUP)
 
     def _of_gap(self, of_group: Array) -> Array:
         return jnp.take_along_axis(of_group, jnp.maximum(self.group, 0), axis=-1)
@@ -74,12 +88,14 @@ class Request:
 
 def build(
     num_columns: int,
+    vocab_size: int,
     gaps: list[list[tuple[int, int, int]]],
     total: list[tuple[int, int]],
+    forbidden: list[list[int]],
     num_groups: int,
 ) -> Request:
     """A request a row, in numpy: `gaps` are up to `num_groups` of (column, at least, at most), `total` is (at least, at
-    most), in tokens to be inserted. Gaps that are not named get none."""
+    most), in tokens to be inserted. Gaps that are not named get none. `forbidden` are token ids."""
     B, G = len(gaps), num_groups
     group = np.full((B, num_columns), NO_GROUP, np.int32)
     bounds = np.zeros((2, B, G), np.int32)
@@ -90,6 +106,10 @@ def build(
     of_total = np.array(total, np.int32).reshape(B, 2)
     fields: dict[str, Any] = {"group": group, "at_least": bounds[0], "at_most": bounds[1]}
     fields |= {"total_at_least": of_total[:, 0], "total_at_most": of_total[:, 1], "drawn": np.zeros((B, G), bool)}
+    fields["inserted"] = np.zeros((B, G), np.int32)
+    fields["forbidden"] = np.zeros((B, vocab_size), bool)
+    for b, ids in enumerate(forbidden):
+        fields["forbidden"][b, ids] = True
     return Request(**fields)
 
 
@@ -98,40 +118,48 @@ def cap(
 ) -> Bool[Array, "B S"]:
     """Without insertions that no group has a place for, or that would take the place of what another group is owed;
     which ones stay is uniform. A group that is owed tokens gets no more than those in one move."""
-    *keys, k_spare = canvas_lib.split_keys(key, request.at_least.shape[-1] + 1)
-    places = jnp.where(request.at_least > 0, request.at_least, request.at_most)
+    *keys, k_spare = canvas_lib.split_keys(key, request.inserted.shape[-1] + 1)
+    places = jnp.where(request.owed > 0, request.owed, request.places)
     kept = jnp.zeros_like(insert)
     for g, k in enumerate(keys):
         kept = kept | canvas_lib.choose(k, insert & (request.group == g), places[:, g])
-    owed = request._of_gap(request.at_least > 0)
+    owed = request._of_gap(request.owed > 0)
     return (kept & owed) | canvas_lib.choose(k_spare, kept & ~owed, jnp.maximum(request.spare(room), 0))
 
 
 def after(request: Request, canvas: Canvas, insert: Bool[Array, "B S"]) -> Request:
     """With the insertions made into the canvas. A new token's gap is of the group that it was inserted into."""
-    row = jnp.arange(insert.shape[0])[:, None]
-    old, new = canvas_lib.columns_after(canvas, insert)
-    moved = jnp.full_like(request.group, NO_GROUP).at[row, old].set(request.group, mode="drop")
-    moved = moved.at[row, new].set(request.group, mode="drop")
-    G = request.at_least.shape[-1]
-    counts = jnp.zeros_like(request.at_least).at[row, jnp.where(insert, request.group, G)].add(1, mode="drop")
-    total = counts.sum(-1)
     return dataclasses.replace(
         request,
-        group=moved,
-        at_least=jnp.maximum(request.at_least - counts, 0),
-        at_most=request.at_most - counts,
-        total_at_least=jnp.maximum(request.total_at_least - total, 0),
-        total_at_most=request.total_at_most - total,
+        group=canvas_lib.carry_over(canvas, insert, request.group, request.group, NO_GROUP),
+        inserted=request.inserted + _by_group(request, insert),
     )
+
+
+def without(request: Request, canvas: Canvas, dropped: Bool[Array, "B S"]) -> Request:
+    """With inserted tokens taken out of the canvas again: their groups may get as many more."""
+    return dataclasses.replace(
+        request,
+        group=canvas_lib.close_up(canvas, dropped, request.group, NO_GROUP),
+        inserted=request.inserted - _by_group(request, dropped),
+    )
+
+
+def _by_group(request: Request, columns: Bool[Array, "B S"]) -> Int[Array, "B G"]:
+    """How many of the columns are of each group."""
+    G = request.inserted.shape[-1]
+    counted = columns & (request.group != NO_GROUP)
+    row = jnp.arange(columns.shape[0])[:, None]
+    return jnp.zeros_like(request.inserted).at[row, jnp.where(counted, request.group, G)].add(1, mode="drop")
 
 
 def condition(
     key: Key[Array, " B"], scores: Scores, canvas: Canvas, request: Request, max_length: int
 ) -> tuple[Scores, Canvas, Request]:
-    """Scores whose length posterior is that of the request, the canvas whose open gaps are those that may fire, and the
-    request, with numbers drawn that one posterior a gap needs drawn once."""
+    """Scores whose length posterior is that of the request, without forbidden tokens, the canvas whose open gaps are
+    those that may fire, and the request, with numbers drawn that one posterior a gap needs drawn once."""
     room = canvas_lib.room(canvas, max_length)
+    scores = dataclasses.replace(scores, logits=jnp.where(request.forbidden[:, None], -jnp.inf, scores.dense()))
     logits = jnp.asarray(scores.length_logits)
     if logits.ndim == 2:
         logits = _of_row(logits, scores.lse(), canvas, request, room)
@@ -168,19 +196,19 @@ def _of_row(logits, score_lse, canvas: Canvas, request: Request, room: Int[Array
 def _draw_numbers(key, logits, request: Request, room: Int[Array, " B"]) -> Request:
     """Draws how many tokens each group gets that is bounded, or all of them where their total is, once: from the
     posteriors of the gaps that they still are, given their bounds and the total."""
-    B, G = request.at_least.shape
+    B, G = request.inserted.shape
     number, pending = jnp.arange(logits.shape[-1]), _pending(request)
     limit = jnp.minimum(request.most, room)
 
     row = jnp.arange(B)[:, None]
     gap_of = jnp.argmax(request.group[:, None, :] == jnp.arange(G)[:, None], axis=-1)  # while a group is one gap
     p = jax.nn.softmax(logits[row, gap_of], axis=-1)  # [B, G, K]
-    asked = (number >= request.at_least[..., None]) & (number <= request.at_most[..., None])
+    asked = (number >= request.owed[..., None]) & (number <= request.places[..., None])
     log_p = jnp.log(_relative(p, asked))
     rest = [jnp.broadcast_to(jnp.where(number == 0, 0.0, -jnp.inf), log_p[:, 0].shape)]  # of the groups after g
     for g in reversed(range(G)):
         rest.insert(0, _log_convolve(log_p[:, g], rest[0]))
-    in_total = (number >= request.total_at_least[:, None]) & (number <= limit[:, None])
+    in_total = (number >= request.least[:, None]) & (number <= limit[:, None])
     keys = canvas_lib.split_keys(key, G + 1)
 
     draw = jax.vmap(jax.random.categorical)
@@ -190,7 +218,7 @@ def _draw_numbers(key, logits, request: Request, room: Int[Array, " B"]) -> Requ
         others = jnp.take_along_axis(rest[g + 1], jnp.maximum(left[:, None] - number, 0), axis=-1)
         drawn.append(draw(keys[g + 1], jnp.where(number <= left[:, None], log_p[:, g] + others, -jnp.inf)))
         left = left - drawn[-1]
-    numbers = jnp.stack(drawn, axis=-1)
+    numbers = request.inserted + jnp.stack(drawn, axis=-1)
     return dataclasses.replace(
         request,
         at_least=jnp.where(pending, numbers, request.at_least),
@@ -206,10 +234,10 @@ def _of_gaps(logits, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
     mean = (jax.nn.softmax(logits, axis=-1) * number).sum(-1)
     inside = canvas.open_gap & (request.group != NO_GROUP)
     mean = jnp.where(inside, jnp.maximum(mean, 1e-30), 0.0)
-    row, G = jnp.arange(mean.shape[0])[:, None], request.at_least.shape[-1]
+    row, G = jnp.arange(mean.shape[0])[:, None], request.inserted.shape[-1]
     total = jnp.zeros((mean.shape[0], G)).at[row, jnp.where(inside, request.group, G)].add(mean, mode="drop")
     share = jnp.where(inside, mean / jnp.where(inside, request._of_gap(total), 1.0), 0.0)
-    given = binom.logpmf(number, request._of_gap(request.at_most)[..., None], share[..., None])
+    given = binom.logpmf(number, request._of_gap(request.places)[..., None], share[..., None])
     return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, logits)
 
 
@@ -220,7 +248,7 @@ def _pending(request: Request) -> Bool[Array, "B G"]:
 
 
 def _bounded(at_most):
-    return at_most < UNBOUNDED // 2  # tokens that came since are counted off UNBOUNDED too
+    return at_most < UNBOUNDED
 
 
 def _log_convolve(a: Float[Array, "B K"], b: Float[Array, "B K"]) -> Float[Array, "B K"]:

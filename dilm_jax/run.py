@@ -9,14 +9,15 @@ import jax
 import ml_collections
 import numpy as np
 
-from dilm_jax import canvas, evals, request, sharding, train
+from dilm_jax import canvas, evals, request, sharding, trace, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader, star
 
-ASKS = {"answer", "gaps", "length", "max_length"}  # keys of a row that ask for more than to complete its prompt
+NUMBERS = {"answer", "gaps", "length", "max_length"}
+ASKS = NUMBERS | {"forbid", "require"}  # keys of a row that ask for more than to complete its prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,10 @@ class Run:
         Args:
           rows: dicts of `prompt` (tokens of the task, see `star.parse_prompt`); optionally `answer` and `gaps`, what is
             there of an answer and where tokens may go into it (see `star.parse_infill`; without them anywhere after the
-            prompt); `length` or `max_length` of the whole text in tokens; `id`, and `seed` of the row (0 unless given).
-            A row depends on its seed, its place in the list and what it asks for alone.
+            prompt); `length` or `max_length` of the whole text in tokens; `forbid`, tokens that are not inserted;
+            `require`, tokens that are in the answer, in an order drawn at random: a context, all of whose gaps are
+            open; `id`, and `seed` of the row (0 unless given). A row depends on its seed, its place in the list and
+            what it asks for alone.
 
         Returns:
           A dict a row: index, id, prompt, text, ids, length, inserted, spans, nfe, saturated, truncated, seed,
@@ -60,15 +63,24 @@ class Run:
         Raises ValueError for a prompt that is longer than the task's, or of other tokens than its own; for numbers of
         tokens that cannot be had; where the sampler or the training cannot do what is asked.
         """
+        return [row for row, *_ in self._generate(self._sample, rows)]
+
+    def show_trace(self, rows: list[dict[str, Any]]) -> trace.Replay:
+        """`generate`, and how it came about: a replay that a notebook shows, with the same `rows` and a page `html`."""
+        return trace.replay(self._generate(self._sample_traced, rows), star.piece)
+
+    def _generate(self, sample, rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], evals.Samples, int]]:
+        """What `generate` returns of each row, and the samples with its place in them that it comes from."""
         if any(ASKS & row.keys() for row in rows):
+            rows = [row | require(row, place) for place, row in enumerate(rows)]
             rows = [row | self._ask(row) for row in rows]
         batch_size = sharding.fill_up(min(len(rows), self.config.eval.batch_size), self.mesh)
         generated = []
         for first in range(0, len(rows), max(batch_size, 1)):
-            generated += self._generate(rows[first : first + batch_size], first, batch_size)
+            generated += self._generate_batch(sample, rows[first : first + batch_size], first, batch_size)
         return generated
 
-    def _generate(self, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[dict[str, Any]]:
+    def _generate_batch(self, sample, rows: list[dict[str, Any]], first: int, batch_size: int) -> list[tuple]:
         """The rows from place `first` on, filled up to `batch_size` of them."""
         filled = rows + [rows[-1]] * (batch_size - len(rows))
         x0 = Example(**loader.stack([self._example(row) for row in filled]))
@@ -78,11 +90,17 @@ class Run:
         if "columns" in rows[0]:
             groups = max(len(row["columns"]) for row in rows)
             num_columns = x0.max_length + canvas.NUM_SPECIAL_COLUMNS
-            totals = [row["total"] for row in filled]
-            asked = request.build(num_columns, [row["columns"] for row in filled], totals, groups)
+            asked = request.build(
+                num_columns,
+                self.parts.process.vocabulary.size,
+                [row["columns"] for row in filled],
+                [row["total"] for row in filled],
+                [row.get("forbid", []) for row in filled],
+                groups,
+            )
         local = sharding.put_batch((x0, seed, first + np.arange(batch_size), asked), self.mesh, batch_size)
-        drawn = jax.device_get(self._sample(self.params, *local))
-        return [self._row(row, drawn, b, first + b) for b, row in enumerate(rows)]
+        drawn = jax.device_get(sample(self.params, *local))
+        return [(self._row(row, drawn, b, first + b), drawn, b) for b, row in enumerate(rows)]
 
     def _example(self, row: dict[str, Any]) -> dict[str, np.ndarray]:
         """What is there of an answer is frozen if the network was trained on such, else free."""
@@ -107,7 +125,10 @@ class Run:
             raise ValueError("gaps is empty: nothing could be inserted; give one, or leave it out")
         if {"length", "max_length"} <= row.keys() and row["length"] > row["max_length"]:
             raise ValueError(f"length {row['length']} is above max_length {row['max_length']}")
-        if self.config.loss.length != "cross_entropy":
+        ordinary = np.flatnonzero(self.parts.process.vocabulary.ordinary)
+        if not set(ordinary) - set(row.get("forbid", ())):
+            raise ValueError(f"forbid leaves none of the {len(ordinary)} tokens: leave one at least")
+        if NUMBERS & row.keys() and self.config.loss.length != "cross_entropy":
             raise ValueError(
                 "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
             )
@@ -143,6 +164,10 @@ class Run:
         """Compiled once for each batch size."""
         return evals.make_sampler(self.parts, self.mesh)
 
+    @functools.cached_property
+    def _sample_traced(self):
+        return evals.make_sampler(self.parts, self.mesh, trace=True)
+
     def _row(self, row, drawn: evals.Samples, b: int, index: int) -> dict[str, Any]:
         ids = drawn.tokens[b, : int(drawn.length[b])].tolist()
         prompt, answer = ids[: len(row["prompt"])], ids[len(row["prompt"]) :]
@@ -166,6 +191,21 @@ class Run:
             "seed": int(row.get("seed", 0)),
             "sampler": self.parts.sampler,
         }
+
+
+def require(row: dict[str, Any], place: int) -> dict[str, Any]:
+    """The answer and gaps of a row whose answer must have some tokens: these in a random order, and all gaps open."""
+    if "require" not in row:
+        return {}
+    if {"answer", "gaps"} & row.keys():
+        raise ValueError("require and an infill exclude each other: write the tokens into the infill")
+    if both := set(row["require"]) & set(row.get("forbid", ())):
+        raise ValueError(f"token {min(both)} is both required and forbidden")
+    order = np.random.default_rng([row.get("seed", 0), place]).permutation(len(row["require"]))
+    return {
+        "answer": [row["require"][i] for i in order],
+        "gaps": [(i, 0, None) for i in range(len(row["require"]) + 1)],
+    }
 
 
 def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:

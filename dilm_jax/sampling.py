@@ -6,6 +6,7 @@ key b and its own canvas alone.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,11 +18,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import request as request_lib
 from dilm_jax.backbone import Scores
-from dilm_jax.canvas import Canvas
+from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.request import Request
 
 FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
+# (scores, canvas, t) → log of the rate at which each gap gets tokens, a unit of noising time
+LogGapRates = Callable[[Scores, Canvas, Float[Array, " B"]], Float[Array, "B S"]]
 
 
 # --- Filters ---------------------------------------------------------------------------------------------------------
@@ -97,11 +100,11 @@ class Insertions:
 
 
 def draw_one_gap(
-    key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, " B"], filters: Filters
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, count: Int[Array, " B"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
-    """(gap, token) of one insertion a row from the joint softmax: the gap from the logsumexp over tokens, then the
-    token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
-    return draw_insertion(key, scores.lse(), scores, canvas, fire, filters)
+    """(gap, token) of one insertion a row from the joint softmax where `count` is above 0: the gap from the logsumexp
+    over tokens, then the token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
+    return draw_insertion(key, scores.lse(), scores, canvas, count > 0, filters)
 
 
 def draw_insertion(
@@ -121,6 +124,18 @@ def draw_insertion(
     return insert, jnp.broadcast_to(token[:, None], insert.shape)
 
 
+def draw_gaps(
+    key: Key[Array, " B"], scores: Scores, canvas: Canvas, count: Int[Array, " B"], filters: Filters
+) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
+    """`count` insertions a row: repeated draws from the joint softmax, but those into a gap that was drawn before (the
+    largest of perturbed logits are such draws). Fewer where fewer gaps are open, or left by the filter."""
+    k_gap, k_token = canvas_lib.split_keys(key, 2)
+    noisy = _perturbed(k_gap, filters.gap(jnp.where(canvas.open_gap, scores.lse(), -jnp.inf)))
+    rank = jnp.argsort(jnp.argsort(-noisy, axis=-1), axis=-1)
+    fire = (rank < count[:, None]) & (noisy > -jnp.inf)
+    return draw_every_gap(k_token, scores, canvas, fire, filters)
+
+
 def draw_every_gap(
     key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, "B S"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
@@ -129,12 +144,27 @@ def draw_every_gap(
 
 
 def _categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[Array, " B *N"]:
-    """Gumbel-argmax. The noise is drawn flat: XLA takes twenty times as long to compile it in two dimensions."""
+    """Gumbel-argmax."""
+    return jnp.argmax(_perturbed(key, logits), axis=-1)
+
+
+def _perturbed(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Float[Array, " B *N V"]:
+    """With Gumbel noise. It is drawn flat: XLA takes twenty times as long to compile it in two dimensions."""
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (logits[0].size,), mode="high"))(key)
-    return jnp.argmax(logits + noise.reshape(logits.shape), axis=-1)
+    return logits + noise.reshape(logits.shape)
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Trace:
+    """How the token of each column came, as the network saw it at the call that inserted it, before filters and
+    requests; 0 where it was there from the start, and at PAD."""
+
+    time: Float[Array, "B S"]  # noising time at which the network was called
+    log_prob: Float[Array, "B S"]  # log softmax of the scores of the token's gap, at the token: nats
+    log_rate: Float[Array, "B S"]  # log of the rate at which that gap gets tokens
 
 
 @struct.dataclass
@@ -147,9 +177,12 @@ class State:
     nfe: Int[Array, " B"]  # network calls made while the row was unfinished
     saturated: Int[Array, " B"]  # moves in which more insertions were due than could be made
     truncated: Bool[Array, " B"]  # an insertion was left out because the canvas was full
+    rounds: Int[Array, " B"]  # of the corrector, still to go
+    born: Int[Array, "B S"]  # of each column, the row's call that its token came at, from 1; 0: there from the start
     done: Bool[Array, " B"]
     carry: Any  # the sampler's own pytree
     request: Request | None  # what is asked for beside the law
+    trace: Trace | None = None  # the loop's, if it records; samplers need not pass it on
 
 
 @runtime_checkable
@@ -167,6 +200,34 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class Revisable(Protocol):
+    """A sampler that can go back."""
+
+    def go_back(self, key: Key[Array, " B"], state: State, t: float) -> State:
+        """The state at noising time t of a path that ended at the state, without the tokens that noise has deleted by
+        then; those from before the first call stay. Raises ValueError where the sampler has no such time."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corrector:
+    """Revision of finished texts: noise to time `strength` and generation from there, `steps` times over.
+
+    Noise is drawn given that the path began at the sampler's start, so that each round keeps the law that the sampler
+    returns, if it is exact (docs/MATH.md 6d). Raises ValueError for a value out of range.
+    """
+
+    steps: int = 0
+    strength: float = 0.1
+
+    def __post_init__(self):
+        if self.steps < 0:
+            raise ValueError(f"sampling.corrector_steps must not be negative, got {self.steps}")
+        if not 0 < self.strength <= 1:
+            raise ValueError(f"sampling.corrector_strength must be in (0, 1], got {self.strength}")
+
+
 def generate(
     network: Network,
     sampler: Sampler,
@@ -174,13 +235,65 @@ def generate(
     canvas: Canvas,
     filters: Filters,
     request: Request | None = None,
+    corrector: Corrector = Corrector(),
+    log_gap_rates: LogGapRates | None = None,
 ) -> State:
-    """Runs the sampler until every row is done. Jittable; shapes are static."""
+    """Runs the sampler until every row is done, and revised. Jittable; shapes are static. With `log_gap_rates` it
+    records: the last state has a trace.
+
+    Raises ValueError for a corrector where the sampler cannot go back.
+    """
+    if corrector.steps and not isinstance(sampler, Revisable):
+        raise ValueError(f"{type(sampler).__name__} cannot go back: leave sampling.corrector_steps at 0")
 
     def advance(state):
-        return sampler.advance(network(state.canvas, state.clock), state, filters)
+        if corrector.steps and isinstance(sampler, Revisable):
+            state = _revise(sampler, state, corrector.strength)
+        scores = network(state.canvas, state.clock)
+        after = sampler.advance(scores, state, filters)
+        if log_gap_rates is None:
+            return after
+        return dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
 
-    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, sampler.start(key, canvas, request))
+    state = sampler.start(key, canvas, request)
+    state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, corrector.steps))
+    if log_gap_rates is not None:
+        nothing = jnp.zeros(canvas.tokens.shape, jnp.float32)
+        state = dataclasses.replace(state, trace=Trace(nothing, nothing, nothing))
+    return jax.lax.while_loop(lambda state: ~(state.done & (state.rounds == 0)).all(), advance, state)
+
+
+def _revise(sampler: Revisable, state: State, strength: float) -> State:
+    """With the rows that are done, and have rounds to go, back at time `strength`."""
+    goes_back = state.done & (state.rounds > 0)
+
+    def go_back():
+        k_noise, k_next = canvas_lib.split_keys(state.key, 2)
+        back = sampler.go_back(k_noise, state, strength)
+        back = dataclasses.replace(back, key=k_next, rounds=state.rounds - 1)
+        return jax.tree.map(
+            lambda new, old: jnp.where(goes_back.reshape(-1, *[1] * (old.ndim - 1)), new, old), back, state
+        )
+
+    return jax.lax.cond(goes_back.any(), go_back, lambda: state)
+
+
+def record(scores: Scores, log_gap_rates: LogGapRates, before: State, after: State) -> Trace:
+    """The trace of `after`, which one move has made of `before` by insertions into its gaps."""
+    new = after.born > before.nfe[:, None]
+    column = jnp.cumsum(~new, axis=-1) - 1  # of `before`: where an old token was, the gap of a new one
+    log_prob = scores.at(column, after.canvas.tokens) - jnp.take_along_axis(scores.lse(), column, axis=-1)
+    log_rate = log_gap_rates(scores, before.canvas, before.clock)
+
+    def put(at_new, old):
+        return jnp.where(new, at_new, jnp.take_along_axis(old, column, axis=-1))
+
+    trace: Any = before.trace
+    return Trace(
+        time=put(before.clock[:, None], trace.time),
+        log_prob=put(log_prob, trace.log_prob),
+        log_rate=put(jnp.take_along_axis(log_rate, column, axis=-1), trace.log_rate),
+    )
 
 
 def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_length: int, carry: Any) -> State:
@@ -194,6 +307,8 @@ def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_le
         nfe=zeros,
         saturated=zeros,
         truncated=jnp.zeros(B, bool),
+        rounds=zeros,
+        born=jnp.zeros(canvas.tokens.shape, jnp.int32),
         done=_nothing_due(canvas, request, max_length),
         carry=carry,
         request=request,
@@ -232,17 +347,50 @@ def move(
         room = canvas_lib.room(state.canvas, max_length)
         insert = request_lib.cap(_child(state.key, FOR_PLACES), request, insert, room)
         finished = finished & (request.least == 0)
-    canvas, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
+    canvas, insert, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
+    nfe = state.nfe + active
     if request is not None:
         request = request_lib.after(request, state.canvas, insert)
     return State(
         canvas=canvas,
         clock=clock,
         key=next_key,
-        nfe=state.nfe + active,
+        nfe=nfe,
         saturated=state.saturated + (drawn.saturated & active),
         truncated=state.truncated | truncated,
+        rounds=state.rounds,
+        born=canvas_lib.carry_over(state.canvas, insert, state.born, nfe[:, None], 0),
         done=state.done | finished | truncated | _nothing_due(canvas, request, max_length),
+        carry=carry,
+        request=request,
+    )
+
+
+# (key, clean texts, t) → an exact draw of X_t given that no free token is left at the sampler's start, and the loss's
+# targets.
+Noise = Callable[[Key[Array, " B"], Example, Float[Array, " B"]], tuple[Canvas, InsertionTargets]]
+
+
+def undo(
+    key: Key[Array, " B"], state: State, noise: Noise, t: Float[Array, " B"], eps: float, max_length: int, carry: Any
+) -> State:
+    """At time t, without what noise deletes of the tokens that were inserted."""
+    locked = state.born == 0
+    canvas, targets = noise(key, canvas_lib.to_example(state.canvas, locked), t)
+    dropped = jnp.pad(targets.dropped, ((0, 0), (canvas_lib.NUM_SPECIAL_COLUMNS, 0)))
+
+    def left(values):
+        return canvas_lib.close_up(state.canvas, dropped, values, 0)
+
+    canvas = dataclasses.replace(canvas, frozen=left(state.canvas.frozen))
+    request = None if state.request is None else request_lib.without(state.request, state.canvas, dropped)
+    return dataclasses.replace(
+        state,
+        canvas=canvas,
+        clock=jnp.maximum(t, eps),
+        born=left(state.born),
+        trace=jax.tree.map(left, state.trace),
+        done=_nothing_due(canvas, request, max_length),
         carry=carry,
         request=request,
     )
@@ -271,6 +419,7 @@ class SamplingOptions:
       num_steps: steps of the time grid (the paper's MaxSteps).
       calls: network calls a token of "event": 2 is exact, 1 takes gap and token (DILM-S) or the next proposal (DILM-M)
         from the call before.
+      events_per_call: insertions of "event" from one network call, into as many gaps; above 1 `calls` is not read.
       rate_scale: multiplies the insertion rate of "euler". 1 is right; ln(σmax/σmin) reproduces samples of code
         whose rate is not the derivative of its total noise.
 
@@ -280,8 +429,11 @@ class SamplingOptions:
     num_steps: int
     rate_scale: float = 1.0
     calls: int = 2
+    events_per_call: int = 1
 
     def __post_init__(self):
+        if self.events_per_call < 1:
+            raise ValueError(f"sampling.events_per_call must be at least 1, got {self.events_per_call}")
         if self.calls not in (1, 2):
             raise ValueError(f"sampling.calls must be 1 or 2, got {self.calls}")
         if self.num_steps < 1:
@@ -316,6 +468,7 @@ class Grid:
     max_length: int  # content tokens; the canvas may have fewer columns, or more
     draw: DrawStep
     repeat_last: bool
+    noise: Noise
 
     decode = staticmethod(canvas_lib.content)
 
@@ -341,6 +494,14 @@ class Grid:
             next_key=k_next,
             carry=next_step,
         )
+
+    def go_back(self, key, state, t):
+        """To the last time of the grid that is not above t."""
+        step = math.ceil((1 - t) * self.num_steps - 1e-6)
+        if step == self.num_steps:
+            raise ValueError(f"sampling.corrector_strength {t} is less than one of {self.num_steps} steps")
+        carry = jnp.full_like(state.carry, step)
+        return undo(key, state, self.noise, self._time(carry), self.eps, self.max_length, carry)
 
     def _time(self, step):
         # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.

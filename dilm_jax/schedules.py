@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt
 
 
 @runtime_checkable
@@ -187,6 +187,14 @@ def stratified(key, index: Array, batch_size: int) -> Float[Array, " B"]:
     """
     jitter = jax.vmap(lambda k: jax.random.uniform(k, ()))(key)
     return jnp.minimum((index + jitter) / batch_size, LARGEST_U)
+
+
+def evenly_spread(seed: UInt[Array, " B"], index: Int[Array, " B"]) -> Float[Array, " B"]:
+    """u_i in [0, 1): an offset of the seed plus index times the golden ratio, modulo 1. Any consecutive ones of a seed
+    cover [0, 1) evenly, and each is a function of its seed and index alone."""
+    offset = jax.vmap(lambda seed: jax.random.bits(jax.random.fold_in(jax.random.key(seed), 2**32 - 1)))(seed)
+    bits = offset + index.astype(jnp.uint32) * jnp.uint32(2654435769)  # 2^32/φ
+    return (bits >> 8).astype(jnp.float32) / 2**24
 
 
 TIME_SAMPLING: dict[str, Callable[..., TimeSampler]] = {

@@ -160,7 +160,7 @@ def test_insert_tokens_against_lists():
     fire = rng.random((B, S)) < rng.choice([0.2, 0.6, 1.0], (B, 1))
     # unlike the letters in the canvas, and each names its gap, so that what was inserted can be read off
     new = jnp.asarray(np.broadcast_to(100 + np.arange(S, dtype=np.int32), (B, S)))
-    result, truncated = _insert(_keys(0), _to_canvas(texts), jnp.asarray(fire), new)
+    result, _, truncated = _insert(_keys(0), _to_canvas(texts), jnp.asarray(fire), new)
 
     result, truncated, num_truncated = jax.device_get(result), np.asarray(truncated), 0
     for b, text in enumerate(texts):
@@ -179,7 +179,7 @@ def test_a_truncated_row_keeps_a_uniform_subset():
     """Six gaps fire, two columns are free: each of the fifteen pairs is as likely as the others."""
     canvas = _to_canvas([plain([5, 6, 5, 6, 5])] * B)
     tokens = jnp.asarray(np.broadcast_to(100 + np.arange(S, dtype=np.int32), (B, S)))
-    result, truncated = _insert(_keys(3), canvas, jnp.asarray(np.ones((B, S), bool)), tokens)
+    result, _, truncated = _insert(_keys(3), canvas, jnp.asarray(np.ones((B, S), bool)), tokens)
     assert np.asarray(truncated).all()
     inserted = np.asarray(result.tokens)
     pairs, counts = np.unique(inserted[inserted >= 100].reshape(B, 2), axis=0, return_counts=True)
@@ -197,7 +197,7 @@ def test_dropping_then_inserting_gives_the_text_back():
         which, some = np.where(dropped, rng.random((B, L)), -1).argmax(-1)[:, None], dropped.any(-1, keepdims=True)
         fire = some & (np.arange(S) == np.take_along_axis(np.asarray(gap), which, -1))
         token = np.broadcast_to(np.take_along_axis(np.asarray(x0.tokens), which, -1), (B, S))
-        canvas, truncated = _insert(_keys(5), canvas, jnp.asarray(fire), jnp.asarray(token))
+        canvas, _, truncated = _insert(_keys(5), canvas, jnp.asarray(fire), jnp.asarray(token))
         assert not np.asarray(truncated).any()
         dropped = dropped & (np.arange(L) != which)
         expected, gap = _drop(x0, jnp.asarray(dropped))
@@ -208,6 +208,20 @@ def test_dropping_then_inserting_gives_the_text_back():
 
 
 # --- Choosing --------------------------------------------------------------------------------------------------------
+
+
+def test_columns_close_up_where_tokens_go():
+    """As `drop_tokens` moves tokens; a canvas is an example again."""
+    texts = _random_texts(np.random.default_rng(1))
+    canvas = _to_canvas(texts)
+    x0 = canvas_lib.to_example(canvas, canvas.frozen)
+    for name in ("tokens", "length", "frozen", "open_gap"):
+        np.testing.assert_array_equal(getattr(x0, name), getattr(to_example(texts, L), name), err_msg=name)
+    dropped = _choose(_keys(1), x0.free, jnp.full(B, 2))
+    after, _ = _drop(x0, dropped)
+    columns = jnp.pad(dropped, ((0, 0), (2, 0)))
+    for values, expected, at_pad in ((canvas.tokens, after.tokens, 0), (canvas.frozen, after.frozen, False)):
+        np.testing.assert_array_equal(canvas_lib.close_up(canvas, columns, values, at_pad), expected)
 
 
 @pytest.mark.parametrize("N", [1, 8])

@@ -7,13 +7,19 @@ import pathlib
 import re
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import children
 import dilm_jax
+from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
 from dilm_jax import evals
-from dilm_jax.data import star
+from dilm_jax.backbone import Scores
+from dilm_jax.canvas import Example
+from dilm_jax.data import loader, star
+from test_trace import page_data
 
 CONFIGS = sorted((children.ROOT / "configs").glob("*.py"))
 MAIN, EVALUATE, GENERATE = "dilm_jax.main", "dilm_jax.evaluate", "dilm_jax.generate"
@@ -96,11 +102,18 @@ WRONG = [
     (GENERATE, ["--workdir={run}", "--temperature=inf"], "sampling.temperature must be a finite number, got inf"),
     (GENERATE, ["--workdir={run}", "--prompt=5 0>1 3 0>>1"], "'0>1' follows a single node"),
     (GENERATE, ["--workdir={run}", "--output={tmp}/nowhere/x.jsonl"], "No such file or directory: .*x.jsonl"),
+    (GENERATE, ["--workdir={run}", "--trace={tmp}/nowhere/x.html"], "No such file or directory: .*x.html"),
     (GENERATE, ["--workdir={run}", "--input={tmp}/empty.jsonl"], "{tmp}/empty.jsonl, line 1: "),
     (GENERATE, ["--workdir={run}", "--seed=4294967296"], "--seed=4294967296"),
     (GENERATE, ["--workdir={run}", "--temperature=-1"], "temperature must be 0 or in \\[1e-6, 1e6\\], got -1.0"),
     (GENERATE, ["--workdir={run}", "--infill=0>1 1>2 0>>2 [GAP]", "--prompt=0>1 0>>1"], "exclude each other"),
     (GENERATE, ["--workdir={run}", "--infill=0>1 1>2 0>>2 0 1"], "no \\[GAP\\] after the prompt"),
+    (GENERATE, ["--workdir={run}", "--forbid=3 x"], "forbid: 'x' is not a node: the nodes are 0 to 5"),
+    (GENERATE, ["--workdir={run}", "--require="], "require: no nodes are given"),
+    (GENERATE, ["--workdir={run}", "--corrector_strength=0.5"], "has no effect without .*corrector_steps = 1 or more"),
+    (GENERATE, ["--workdir={run}", "--corrector_steps=1", "--corrector_strength=2"], "must be in \\(0, 1\\], got 2"),
+    (GENERATE, ["--workdir={run}", "--sampler=leap", "--steps=4", "--corrector_steps=1"], "0.1 is less than one of 4"),
+    (GENERATE, ["--workdir={run}", "--sampler=leap", "--events_per_call=2"], "has no effect without .*event"),
     (GENERATE, ["--workdir={run}", "--length=99"], "length 99 cannot be had: .* trained on up to 14"),
     (GENERATE, ["--workdir={run}", "extra"], "unexpected argument 'extra'"),
 ]  # fmt: skip
@@ -278,6 +291,16 @@ def test_rows_get_the_lengths_and_gaps_that_they_ask_for(asking):
         assert got["spans"] == [str(got["ids"][10]), " ".join(map(str, got["ids"][13:]))]
 
 
+def test_tokens_that_are_required_and_forbidden(asking):
+    """Those required are there, in an order of the row's own; those forbidden are not, but in the prompt."""
+    run, rows = asking
+    asked = [rows[0] | {"require": [2, 5], "forbid": [0, 1], "seed": seed} for seed in range(8)]
+    answers = [row["ids"][10:] for row in run.generate(asked)]
+    assert all({2, 5} <= set(answer) and not {0, 1} & set(answer) for answer in answers)
+    assert {answer.index(2) < answer.index(5) for answer in answers} == {True, False}
+    assert {len(row["ids"]) for row in run.generate([row | {"length": 14} for row in asked])} == {14}
+
+
 def test_an_answer_without_gaps_goes_on_at_its_end(asking):
     run, rows = asking
     generated = run.generate([rows[0] | {"answer": [4, 5], "seed": seed} for seed in range(4)])
@@ -300,6 +323,10 @@ def test_a_row_does_not_depend_on_what_others_ask_for(asking):
         ({"answer": [1], "gaps": [(0, 4, None)]}, "the gaps need 4 tokens beside the 11 that are there"),
         ({"length": 13, "max_length": 11}, "length 13 is above max_length 11"),
         ({"gaps": []}, "gaps is empty"),
+        ({"forbid": [0, 1, 2, 3, 4, 5]}, "forbid leaves none of the 6 tokens"),
+        ({"require": [1], "forbid": [1]}, "token 1 is both required and forbidden"),
+        ({"require": [1], "answer": [1], "gaps": [(0, 0, None)]}, "require and an infill exclude each other"),
+        ({"require": [1] * 5}, "the gaps need 0 tokens beside the 15 that are there"),
         ({"answer": [1], "gaps": [(3, 1, 2)]}, "gap 0 is \\(3, 1, 2\\): expected"),
         ({"answer": [1], "gaps": [(0, 1, None), (0, 0, None)]}, "gap 1 is \\(0, 0, None\\): expected"),
         ({"answer": [1], "gaps": [(0, 2, 2)], "length": 12}, "length 12 cannot be had: .* take 2 to 2 more"),
@@ -328,7 +355,20 @@ def test_after_training_on_infills_every_sampler_fills_gaps(smoke_runs, asking):
 
 
 def test_no_row_is_no_row(warm):
-    assert warm.generate([]) == []
+    assert warm.generate([]) == warm.show_trace([]).rows == []
+
+
+def test_a_replay_has_the_rows_of_generate(asking):
+    """Whatever they ask for; every token that came is marked, no other."""
+    run, rows = asking
+    replay = run.show_trace(rows)
+    assert replay.rows == run.generate(rows)
+    for row, got, shown in zip(rows, replay.rows, page_data(replay.html), strict=True):
+        frame = np.array(shown["frame"])
+        assert shown["tokens"] == [str(token) for token in got["ids"]]
+        assert (frame > 0).sum() == got["inserted"] and not frame[: len(row["prompt"])].any()
+        assert (shown["label"], shown["sampler"], shown["nfe"]) == (str(got["index"]), "event", got["nfe"])
+        assert all(0 < shown["prob"][k] <= 1 and shown["rate"][k] > 0 for k in np.flatnonzero(frame))
 
 
 def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_path, cache):
@@ -343,8 +383,8 @@ def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_pa
     files = [f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl"]
     started = [
         children.command(EVALUATE, f"--workdir={run}", "--num=8", cache=cache),
-        children.command(GENERATE, f"--workdir={run}", cache=cache),
-        children.command(GENERATE, f"--workdir={run}", *files, cache=cache),
+        children.command(GENERATE, f"--workdir={run}", f"--trace={tmp_path}/text.html", cache=cache),
+        children.command(GENERATE, f"--workdir={run}", *files, f"--trace={tmp_path}/rows.html", cache=cache),
     ]
     results = [child.result() for child in started]
     assert [result.code for result in results] == [0, 0, 0], results
@@ -358,6 +398,9 @@ def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_pa
     for row, sample, text in zip(rows, samples, texts, strict=True):
         assert row["prompt"] == sample["prompt"] == text
         assert f"graph  {text}\npath   {row['spans'][0]}" in results[1].out
+    page = (tmp_path / "text.html").read_text("utf-8")
+    assert page == (tmp_path / "rows.html").read_text("utf-8")
+    assert [list(map(int, shown["tokens"])) for shown in page_data(page)] == [row["ids"] for row in rows]
 
 
 def test_evaluation_counts_every_example_once(smoke_runs):
@@ -385,4 +428,8 @@ def test_a_family_without_a_likelihood_bound_says_so(smoke_runs):
     run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, process=Unbounded(run.parts.process)))
     card, _ = run.evaluate("valid", 8)
     assert not any("nelbo" in name or "nonempty" in name for name in card) and "eval/exact_match" in card
+    row = Example(**loader.stack([run.parts.sources["valid"][0]]))
+    canvas = canvas_lib.to_canvas(row, run.parts.process.vocabulary)
+    scores = Scores(logits=jnp.zeros((*canvas.tokens.shape, 11)), length_logits=None, stop_logits=None)
+    assert np.isnan(evals.log_gap_rates(run.parts.process, scores, canvas, jnp.ones(1))).all()
     assert evals.likelihood_note(run.parts, "valid") == "Unbounded has no likelihood bound: none is printed"

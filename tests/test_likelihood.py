@@ -15,6 +15,7 @@ from dilm_jax import canvas as canvas_lib
 from dilm_jax import likelihood
 from dilm_jax.backbone import Scores
 from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.schedules import LogLinear
 from oracles import World
 from worlds import K, insert, insertions, rate_and_total, series_S
 
@@ -127,7 +128,49 @@ def test_times_integrate_over_all_of_time(family):
     below = t < worlds.EPS
     assert (weight * ~below).mean() == pytest.approx(1 - worlds.EPS, abs=2e-4)
     assert (weight * below).mean() == pytest.approx(worlds.EPS, rel=1e-3)
-    assert (weight * below / np.sqrt(t)).mean() == pytest.approx(2 * math.sqrt(worlds.EPS), rel=1e-3)
+    assert (weight * below / np.sqrt(t)).mean() == pytest.approx(2 * math.sqrt(worlds.EPS), rel=2e-2)  # 1000 of them
+
+
+@pytest.mark.parametrize("family", BOUNDED)
+@pytest.mark.parametrize("text", [(), (5,), (5, 6, 5)])
+def test_masks_below_eps_have_their_weight(family, text):
+    """Half of the draws have one token missing; weighted, all masks are as often as `corrupt_to_empty` draws them."""
+    num, eps, schedule = 4000, 0.2, LogLinear(sigma_min=0.5, sigma_max=5.0)
+    process = dataclasses.replace(worlds.process(family, schedule=schedule), eps=eps)
+    total, total_1 = (float(schedule.total(jnp.float32(t))) for t in (0.15, 1.0))
+    x0 = worlds.to_example([worlds.plain(text)] * num)
+    noised = jax.jit(likelihood.noised, static_argnums=0)
+    _, targets, weight = noised(process, oracles.row_keys(1, num), x0, jnp.full(num, 0.15))
+    missing, weight = np.asarray(targets.num_dropped), np.asarray(weight, np.float64)
+    for d, prob in enumerate(_deleted_given_empty(family, total, total_1, len(text))):
+        of_mask = weight * (missing == d)
+        assert abs(of_mask.mean() - prob) <= 4 * of_mask.std() / math.sqrt(num) + 1e-6
+    if text:
+        assert (missing == 1).mean() > 0.45
+    _, _, above = noised(process, oracles.row_keys(1, num), x0, jnp.full(num, eps))
+    np.testing.assert_array_equal(above, 1.0)
+
+
+def test_confidence_interval_of_skewed_draws():
+    """Of 1,000 sums of 200 draws of exp(2·normal), whose skewness is 414; symmetric about the mean it would hold the
+    truth four times in five."""
+    draws = np.exp(2 * np.random.default_rng(0).normal(size=(1000, 1, 200)))
+    n = np.ones(200, int)
+    held = [
+        r["nelbo_low"] <= math.exp(2) <= r["nelbo_high"]
+        for r in (likelihood.summarize(x, n, np.zeros_like(n)) for x in draws)
+    ]
+    z = np.abs(draws.mean((1, 2)) - math.exp(2)) / (draws.std((1, 2), ddof=1) / math.sqrt(200))
+    assert (z <= 1.96).mean() < np.mean(held) - 0.04
+    assert np.mean(held) > 0.84
+
+
+def test_confidence_interval_of_symmetric_draws():
+    low, high = likelihood.skewed_interval(4.0, 0.0)
+    assert (low, high) == (-3.92, 3.92)
+    for third_moment in (1e-4, -1e-4):
+        np.testing.assert_allclose(likelihood.skewed_interval(4.0, third_moment), (-3.92, 3.92), atol=1e-3)
+    assert likelihood.skewed_interval(0.0, 0.0) == (0.0, 0.0)
 
 
 # --- The bound -------------------------------------------------------------------------------------------------------
@@ -180,7 +223,7 @@ def test_memory_at_length_1024_does_not_grow_with_the_number_of_times(family):
     def megabytes(num_times):
         x0 = jax.eval_shape(lambda: oracles.example_of(["a" * L] * B, L))
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-        run = jax.jit(lambda key, x0: likelihood.bound_samples(process, network, key, x0, num_times))
+        run = jax.jit(lambda key, x0: likelihood.bound_samples(process, network, key, jnp.zeros(B), x0, num_times))
         return run.lower(keys, x0).compile().memory_analysis().temp_size_in_bytes / 2**20
 
     few, many = megabytes(2), megabytes(64)

@@ -1,5 +1,5 @@
-"""Samples under a request, with the true posterior as the network: numbers are those asked for, contexts stay, and the
-law is the conditional one, as far as it is claimed to be."""
+"""Samples under a request, and revised ones, with the true posterior as the network: numbers are those asked for,
+contexts stay, and the law is the conditional one, as far as it is claimed to be."""
 
 import functools
 import math
@@ -13,12 +13,13 @@ from scipy.special import comb, gammainc
 import oracles
 from dilm_jax import request, sampling, selfcheck, worlds
 from dilm_jax.request import UNBOUNDED
-from dilm_jax.sampling import Filters, SamplingOptions
+from dilm_jax.sampling import Corrector, Filters, SamplingOptions
 from dilm_jax.selfcheck import L, S, plain, plain_world
 
 A, B, C = 5, 6, 7
 NUM = 3000
 FREE = (0, UNBOUNDED)
+ONCE, REVISED = Corrector(), Corrector(steps=2, strength=0.7)
 FAMILIES = ("joint", "independent")
 
 
@@ -28,25 +29,26 @@ def checked(family):
 
 
 @functools.cache
-def program(family, sampler):
+def program(family, sampler, corrector):
     made = checked(family).process.samplers(SamplingOptions(num_steps=2))[sampler]
     network = checked(family).network(plain_world())
 
     @jax.jit
     def run(key, canvas, asked):
-        state = sampling.generate(network, made, key, canvas, Filters(), asked)
+        state = sampling.generate(network, made, key, canvas, Filters(), asked, corrector)
         return state.canvas, state.nfe, state.truncated, state.request
 
     return run
 
 
-def texts(family, sampler, context, gaps, total=FREE, seed=0):
+def texts(family, sampler, context, gaps, total=FREE, seed=0, corrector=ONCE, forbidden=()):
     """NUM texts that grow from a context of free tokens; `gaps` are (place among the context's gaps, lo, hi)."""
     canvas = selfcheck._canvas([plain(context)] * NUM, L)
-    asked = request.build(S, [[(1 + i, *bounds) for i, *bounds in gaps]] * NUM, [total] * NUM, 3)
+    bounds = [[(1 + i, *bounds) for i, *bounds in gaps]] * NUM
+    asked = request.build(S, selfcheck.V, bounds, [total] * NUM, [list(forbidden)] * NUM, 3)
     key = oracles.row_keys(seed, NUM)
     canvas, nfe, truncated, left = jax.device_get(
-        program(family, sampler)(key, canvas, jax.tree.map(jnp.asarray, asked))
+        program(family, sampler, corrector)(key, canvas, jax.tree.map(jnp.asarray, asked))
     )
     assert not truncated.any() and (left.least == 0).all()
     return [worlds.to_text(canvas, row).tokens for row in range(NUM)], nfe, left.group
@@ -81,11 +83,12 @@ WEIGHT_OF_CONTEXT = {  # docs/MATH.md 6d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("corrector", [ONCE, REVISED], ids=["drawn", "revised"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_context_with_open_gaps_grows_into_the_texts_that_have_it(family):
+def test_a_context_with_open_gaps_grows_into_the_texts_that_have_it(family, corrector):
     """All gaps open, no numbers asked for: p(x0) times the number of ways to delete to the context, times a weight of
-    the length that MATH 6d states."""
-    drawn, _, _ = texts(family, "event", CONTEXT, [(0, *FREE), (1, *FREE), (2, *FREE)])
+    the length that MATH 6d states. Revision keeps that law."""
+    drawn, _, _ = texts(family, "event", CONTEXT, [(0, *FREE), (1, *FREE), (2, *FREE)], corrector=corrector)
     of_length = WEIGHT_OF_CONTEXT[family]
     law = conditional(lambda x: num_masks(x, CONTEXT) * of_length(len(x), 2) if len(x) >= 2 else 0.0)
     found, bound = variation(drawn, law)
@@ -107,6 +110,54 @@ def test_a_length_that_is_asked_for(family, num):
     assert (nfe >= num).all()
     found, bound = variation(drawn, conditional(lambda x: float(len(x) == num)))
     assert found == pytest.approx(MIXING[family, num], abs=bound)
+
+
+REVISED_SAMPLERS = [("joint", "event"), ("independent", "event")]
+REVISED_SAMPLERS += [pytest.param(family, "leap", marks=pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family, sampler", REVISED_SAMPLERS)
+def test_revision_keeps_the_law_of_the_data(family, sampler):
+    """Of `leap` as far as its grid allows. Half of the texts change at least."""
+    steps = {"event": {}, "leap": {"num_steps": 48}}[sampler]
+    before, calls = unconditional(family, sampler, ONCE, **steps)
+    after, more_calls = unconditional(family, sampler, REVISED, **steps)
+    law = dict(zip([text.tokens for text in plain_world().texts], checked(family).start_law(), strict=True))
+    found, bound = variation(after, law)
+    assert found < bound + (0.03 if sampler == "leap" else 0.0), (found, bound)
+    assert (more_calls > calls).mean() > 0.9
+    assert np.mean([x != y for x, y in zip(before, after, strict=True)]) > 0.5
+
+
+def unconditional(family, sampler, corrector, num_steps=1):
+    """(NUM texts, their calls) from the empty canvas."""
+    made = checked(family).process.samplers(SamplingOptions(num_steps=num_steps))[sampler]
+    network = checked(family).network(plain_world())
+
+    @jax.jit
+    def run(key, canvas):
+        return sampling.generate(network, made, key, canvas, Filters(), corrector=corrector)
+
+    state = jax.device_get(run(oracles.row_keys(2, NUM), selfcheck._canvas([plain(())] * NUM, L)))
+    return [worlds.to_text(state.canvas, row).tokens for row in range(NUM)], state.nfe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_revised_texts_keep_numbers_and_contexts(family):
+    """Two tokens between those of the context, none before, any number after."""
+    drawn, _, group = texts(
+        family,
+        "event",
+        CONTEXT,
+        [(1, 1, 1), (2, *FREE)],
+        total=(2, 2),
+        seed=1,
+        corrector=Corrector(steps=3, strength=1),
+    )
+    for text, of_row in zip(drawn, group, strict=True):
+        assert text[0] == A and text[2] == B and len(text) == 4
+        assert (of_row == 0).sum() == 2 and (of_row == 1).sum() == 2  # a context's token has its gap's group
 
 
 SAMPLERS = [
@@ -138,8 +189,16 @@ def test_numbers_and_contexts(family, sampler, middle, total, possible):
         assert text[0] == A and text[1 + between] == B and len(text) == 2 + between + after
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forbidden_tokens_are_never_inserted(family):
+    """What is there stays. The joint softmax is that of the tokens that are left."""
+    drawn, _, _ = texts(family, "event", CONTEXT, [(0, *FREE), (1, *FREE), (2, *FREE)], forbidden=(A, C))
+    assert {text.count(A) for text in drawn} == {1} and {text.count(C) for text in drawn} == {0}
+    assert max(map(len, drawn)) > 2
+
+
 def asked_for(gaps, total, num_columns=8):
-    made = request.build(num_columns, [gaps], [total], len(gaps))
+    made = request.build(num_columns, 8, [gaps], [total], [[]], len(gaps))
     return jax.tree.map(jnp.asarray, made)
 
 

@@ -12,9 +12,20 @@ from flax import struct
 
 import oracles
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import evals
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Example
-from dilm_jax.sampling import Filter, Filters, Grid, Insertions, SamplingOptions, draw_every_gap, draw_one_gap, generate
+from dilm_jax.sampling import (
+    Filter,
+    Filters,
+    Grid,
+    Insertions,
+    SamplingOptions,
+    draw_every_gap,
+    draw_gaps,
+    draw_one_gap,
+    generate,
+)
 
 L, NUM_LETTERS = 10, 9
 S, V = L + 2, oracles.NUM_SPECIAL + NUM_LETTERS
@@ -89,7 +100,8 @@ def test_filter_refuses_what_the_argmax_would_ignore(ignored):
         Filter(temperature=0, **ignored)
 
 
-@pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": 4, "rate_scale": 0.0}])
+@pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": 4, "rate_scale": 0.0}, {"num_steps": 1, "calls": 3},
+                                 {"num_steps": 1, "events_per_call": 0}])  # fmt: skip
 def test_options_refuse(bad):
     with pytest.raises(ValueError, match=str(list(bad.values())[-1])):
         SamplingOptions(**bad)
@@ -114,7 +126,7 @@ def draw_many(scores, canvas, num_draws):
     @functools.partial(jax.jit, compiler_options=OPTIMISE)
     def draws(scores, keys):
         def one(key):
-            insert, tokens = draw_one_gap(key[None], scores, canvas, jnp.array([True]), Filters())
+            insert, tokens = draw_one_gap(key[None], scores, canvas, jnp.array([1]), Filters())
             return insert[0].argmax(), tokens[0, 0]
 
         return jax.lax.map(one, keys)
@@ -162,7 +174,7 @@ def test_one_gap_is_drawn_from_the_joint_softmax():
     canvas = oracles.canvas_of(["abc"], NUM_LETTERS, L)
     canvas = canvas.replace(open_gap=canvas.open_gap.at[:, 2].set(False))
     scores = Scores(logits=jnp.asarray(logits)[None], length_logits=None, stop_logits=None)
-    draw = jax.vmap(lambda key: draw_one_gap(key[None], scores, canvas, jnp.array([True]), Filters()))
+    draw = jax.vmap(lambda key: draw_one_gap(key[None], scores, canvas, jnp.array([1]), Filters()))
     insert, tokens = jax.jit(draw)(oracles.row_keys(0, N))
     insert, tokens = np.asarray(insert)[:, 0], np.asarray(tokens)[:, 0, 0]
     assert (insert.sum(-1) == 1).all()
@@ -174,6 +186,32 @@ def test_one_gap_is_drawn_from_the_joint_softmax():
     assert tv < bound
 
 
+def test_gaps_are_repeated_draws_without_repetition():
+    """The first two of draws from the joint softmax that skip gaps drawn before; tokens from each gap's softmax."""
+    N = 20_000
+    logits = np.random.default_rng(0).normal(size=(S, V)).astype(np.float32)
+    canvas = oracles.canvas_of(["abc"], NUM_LETTERS, L)
+    canvas = canvas.replace(open_gap=canvas.open_gap.at[:, 2].set(False))
+    scores = Scores(logits=jnp.asarray(logits)[None], length_logits=None, stop_logits=None)
+    draw = jax.vmap(lambda key, count: draw_gaps(key[None], scores, canvas, count[None], Filters()), in_axes=(0, None))
+    insert, tokens = (np.asarray(x)[:, 0] for x in jax.jit(draw)(oracles.row_keys(0, N), jnp.int32(2)))
+    assert (insert.sum(-1) == 2).all()
+    open_gaps = [1, 3, 4]
+    p = np.exp(logits[open_gaps]).sum(-1)
+    p /= p.sum()
+    pairs = {(i, j): p[i] * p[j] * (1 / (1 - p[i]) + 1 / (1 - p[j])) for i, j in ((0, 1), (0, 2), (1, 2))}
+    drawn = [list(pairs).index(tuple(open_gaps.index(i) for i in np.flatnonzero(row))) for row in insert]
+    tv, bound = oracles.tv_and_bound(np.array(drawn), np.array(list(pairs.values())), allowance=0)
+    assert tv < bound
+    of_gap = tokens[insert[:, 3], 3]
+    probs = np.exp(logits[3]) / np.exp(logits[3]).sum()
+    tv, bound = oracles.tv_and_bound(of_gap, probs, allowance=0)
+    assert tv < bound
+    for count, made in ((0, 0), (1, 1), (3, 3), (9, 3)):
+        insert, _ = jax.jit(draw)(oracles.row_keys(0, 1), jnp.int32(count))
+        assert insert.sum() == made and not insert[..., 2].any()
+
+
 def test_gap_and_token_have_their_own_filters():
     """A gap is greedy by its sum over tokens, not by its best token."""
     logits = np.full((1, S, V), -5.0, np.float32)
@@ -182,7 +220,7 @@ def test_gap_and_token_have_their_own_filters():
     scores = Scores(logits=jnp.asarray(logits), length_logits=None, stop_logits=None)
     canvas = oracles.canvas_of(["a"], NUM_LETTERS, L)
     draw = jax.jit(jax.vmap(
-        lambda key, filters: draw_one_gap(key[None], scores, canvas, jnp.array([True]), filters), in_axes=(0, None)
+        lambda key, filters: draw_one_gap(key[None], scores, canvas, jnp.array([1]), filters), in_axes=(0, None)
     ), static_argnums=1)  # fmt: skip
     insert, tokens = draw(oracles.row_keys(0, 200), Filters(gap=GREEDY))
     assert insert[:, 0, 1].all()
@@ -200,7 +238,7 @@ def test_nothing_is_inserted_without_an_open_gap():
     scores = Scores(logits=jnp.zeros((1, S, V)), length_logits=None, stop_logits=None)
     filters = Filters(gap=Filter(top_k=2, top_p=0.5), token=GREEDY)
     key = oracles.row_keys(0, 1)
-    insert, tokens = jax.jit(lambda: draw_one_gap(key, scores, canvas, jnp.array([True]), filters))()
+    insert, tokens = jax.jit(lambda: draw_one_gap(key, scores, canvas, jnp.array([1]), filters))()
     assert not insert.any()
     assert (tokens < V).all()
 
@@ -266,11 +304,13 @@ B, NUM_STEPS = 24, 3
 
 
 @functools.cache
-def compiled(family, sampler):
+def compiled(family, sampler, record=False):
     calls = []
-    grid = oracles.make_process(family, NUM_LETTERS, L).samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
+    process = oracles.make_process(family, NUM_LETTERS, L)
+    grid = process.samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
     network = made_up(family, calls)
-    return jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters())), calls
+    rates = functools.partial(evals.log_gap_rates, process) if record else None
+    return jax.jit(lambda key, canvas: generate(network, grid, key, canvas, Filters(), log_gap_rates=rates)), calls
 
 
 def sample(family, sampler, key, canvas):
@@ -394,13 +434,74 @@ def test_a_larger_canvas_gives_the_same_texts(family):
     assert (padded[:, :S] == texts).all(-1).mean() > 0.95
 
 
+# --- Recording -------------------------------------------------------------------------------------------------------
+
+
+def log_gap_rates(process, scores, canvas, t):
+    """The row's rate by the softmax over open gaps (DILM-S), or each gap's own (DILM-M)."""
+    log_rate = jnp.log(process.insertion_rate(scores, canvas, t))
+    if log_rate.ndim == 2:
+        return log_rate
+    return log_rate[:, None] + jax.nn.log_softmax(jnp.where(canvas.open_gap, scores.lse(), -jnp.inf), axis=-1)
+
+
+@pytest.mark.parametrize(
+    "family, sampler",
+    [
+        ("joint", "leap"),
+        ("independent", "event"),
+        ("independent", "leap"),
+        pytest.param("joint", "event", marks=pytest.mark.slow),  # by default its samples alone, see test_commands.py
+    ],
+)
+def test_recording_changes_no_sample_and_keeps_what_each_call_said(family, sampler):
+    """Against the loop in Python, in which the columns carry marks."""
+    key, before = oracles.row_keys(0, B), prompts()
+    plain, _ = sample(family, sampler, key, before)
+    recorded = compiled(family, sampler, record=True)[0](key, before)
+    assert plain.trace is None
+    assert_same_rows(recorded, plain)
+    np.testing.assert_array_equal(recorded.born, plain.born)
+
+    network, process = made_up(family, []), oracles.make_process(family, NUM_LETTERS, L)
+    runs = process.samplers(SamplingOptions(num_steps=NUM_STEPS))[sampler]
+
+    @jax.jit
+    def step(state):
+        scores = network(state.canvas, state.clock)
+        marked = state.replace(born=jnp.broadcast_to(1000 + jnp.arange(S), (B, S)))
+        rates = log_gap_rates(process, scores, state.canvas, state.clock)
+        return runs.advance(scores, marked, Filters()), jax.nn.log_softmax(scores.dense(), axis=-1), rates
+
+    state = runs.start(key, before)
+    rows = [[(0, 0.0, 0.0, 0.0)] * S for _ in range(B)]  # (born, time, log_prob, log_rate) of each column
+    calls = 0
+    while not state.done.all():
+        after, log_p, rates = jax.device_get(step(state))
+        calls += 1
+        for b in np.flatnonzero(~np.asarray(state.done)):
+            of_old, gap = rows[b], None
+            rows[b] = []
+            for token, mark in zip(after.canvas.tokens[b, : after.canvas.length[b]], after.born[b], strict=False):
+                gap = mark - 1000 if mark >= 1000 else gap
+                new = (calls, state.clock[b], log_p[b, gap, token], rates[b, gap])
+                rows[b].append(of_old[gap] if mark >= 1000 else new)
+            rows[b] += [(0, 0.0, 0.0, 0.0)] * (S - len(rows[b]))
+        state = after
+    born, *trace = np.moveaxis(np.array(rows), -1, 0)
+    np.testing.assert_array_equal(recorded.born, born)
+    for name, expected in zip(("time", "log_prob", "log_rate"), trace, strict=True):
+        np.testing.assert_allclose(getattr(recorded.trace, name), expected, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert len(np.unique(trace[0])) >= 3 and (born > 0).sum() == (plain.canvas.length - before.length).sum() > B
+
+
 # --- Grids -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 7, 49, 80, 100, 200, 1000])
 def test_a_grid_runs_from_exactly_one_to_exactly_zero(num_steps):
     """Compiled as in production: a fused multiply-add made the last s negative, and no token was inserted for NaN."""
-    grid = Grid(num_steps=num_steps, eps=1e-4, max_length=L, draw=draw_nothing, repeat_last=False)
+    grid = Grid(num_steps=num_steps, eps=1e-4, max_length=L, draw=draw_nothing, repeat_last=False, noise=no_noise)
     time = jax.jit(grid._time, compiler_options={"xla_backend_optimization_level": 3})
     t = np.asarray(time(jnp.arange(num_steps + 1, dtype=jnp.int32)))
     assert t[-1] == 0
@@ -417,6 +518,10 @@ def draw_nothing(key, scores, canvas, t, s, filters):
     return Insertions(insert=none, tokens=canvas.tokens, saturated=t > 0.5)
 
 
+def no_noise(key, x0, t):
+    raise AssertionError("nothing goes back here")
+
+
 def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
     eps, seen = 0.3, []
 
@@ -424,7 +529,7 @@ def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
         jax.debug.callback(lambda t, s: seen.append((t, s)), t[0], s[0])
         return draw_nothing(key, scores, canvas, t, s, filters)
 
-    grid = Grid(num_steps=5, eps=eps, max_length=L, draw=draw, repeat_last=False)
+    grid = Grid(num_steps=5, eps=eps, max_length=L, draw=draw, repeat_last=False, noise=no_noise)
     state, clocks = grid.start(oracles.row_keys(0, 1), oracles.canvas_of([""], NUM_LETTERS, L)), []
     advance = jax.jit(lambda state: grid.advance(NO_SCORES, state, Filters()))
     while not state.done.all():
@@ -485,5 +590,6 @@ def test_more_gaps_fire_than_cells_are_free():
     np.testing.assert_array_equal(old.sum(-1), len(text))
     np.testing.assert_array_equal(tokens[old].reshape(B, -1), np.tile(oracles.encode(text), (B, 1)))
     # an inserted token is followed by as many old ones as its gap has behind it
+    np.testing.assert_array_equal(np.asarray(state.born)[:, 2:], ~old)  # all that came, and nothing else, is marked
     gap = len(text) - np.cumsum(old[:, ::-1], axis=-1)[:, ::-1][~old]
     assert scipy.stats.chisquare(np.bincount(gap, minlength=len(text) + 1)).pvalue > 1e-4

@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from scipy import integrate
 
 import worlds
-from dilm_jax.schedules import SCHEDULES, TIME_SAMPLING, Constant, Geometric, LogLinear, stratified
+from dilm_jax.schedules import SCHEDULES, TIME_SAMPLING, Constant, Geometric, LogLinear, evenly_spread, stratified
 
 ALL = [
     LogLinear(sigma_min=3, sigma_max=30),
@@ -119,3 +120,14 @@ def test_one_time_in_each_cell_however_the_batch_is_split():
 def test_stratified_stays_below_one():
     keys, index = jax.random.split(jax.random.key(0), 512), jnp.full(512, 2**24 - 1)
     assert np.asarray(stratified(keys, index, 2**24)).max() < 1
+
+
+def test_evenly_spread_places():
+    """Any consecutive ones cover [0, 1) as a grid would, other seeds elsewhere, each by its seed and index alone."""
+    seed, index = jnp.full(1000, 7, jnp.uint32), 123_456 + jnp.arange(1000)
+    place = np.asarray(evenly_spread(seed, index))
+    assert place.min() >= 0 and place.max() < 1
+    assert np.abs(np.sort(place) - (np.arange(1000) + 0.5) / 1000).max() < 3 / 1000
+    np.testing.assert_array_equal(evenly_spread(seed[500:501], index[500:501]), place[500:501])
+    others = np.asarray(evenly_spread(jnp.arange(1000, dtype=jnp.uint32), jnp.zeros(1000, jnp.int32)))
+    assert scipy.stats.kstest(others, "uniform").pvalue > 1e-4

@@ -16,7 +16,7 @@ import pytest
 
 import dilm_jax
 import tiny
-from dilm_jax import checkpoint, evals, optim, sharding, train
+from dilm_jax import checkpoint, evals, optim, sampling, sharding, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import InsertionTargets
 from dilm_jax.processes.registry import PROCESSES
@@ -323,9 +323,12 @@ def probe_loss(made, parts, mesh):
 def probe_sampler(made, parts, mesh):
     canvas, _, keys = abstract_network_input("joint")
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
-    state = jax.eval_shape(sampler.start, keys, canvas)
-    move = functools.partial(sampler.advance, filters=parts.filters)
-    return text(jax.make_jaxpr(lambda scores, state: move(scores, state))(abstract_scores("joint"), state))
+
+    def run(scores, keys, canvas):
+        network = lambda *_: scores  # noqa: E731
+        return sampling.generate(network, sampler, keys, canvas, parts.filters, corrector=parts.corrector)
+
+    return text(jax.make_jaxpr(run)(abstract_scores("joint"), keys, canvas))
 
 
 def probe_optimizer(made, parts, mesh):
@@ -445,6 +448,9 @@ EFFECTS = {
     "sampling.sampler": ("euler", "sampler", ()),
     "sampling.num_steps": (9, "sampler", (("sampling.sampler", "leap"),)),
     "sampling.calls": (1, "sampler", ()),
+    "sampling.events_per_call": (2, "sampler", ()),
+    "sampling.corrector_steps": (2, "sampler", (("sampling.corrector_strength", 0.5),)),
+    "sampling.corrector_strength": (0.9, "sampler", (("sampling.corrector_steps", 1),)),
     "sampling.rate_scale": (2.0, "sampler", (("sampling.sampler", "euler"),)),
     "sampling.temperature": (1.0, "sampler", ()),
     "sampling.top_k": (2, "sampler", WARM),
@@ -484,14 +490,13 @@ def test_every_key_of_the_config_has_an_effect(key, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("key", config_lib.NEEDS)
 def test_a_key_that_would_have_no_effect_is_refused(key):
-    needed, choices = config_lib.NEEDS[key], config_lib.CHOICES
-    others = [
-        (name, next(choice for choice in choices[name] if choice not in values)) for name, values in needed.items()
-    ]
+    first = [next(iter(needed.items())) for needed in config_lib.NEEDS[key]]
+    choices = config_lib.CHOICES | {"sampling.corrector_steps": (0,)}
+    others = [(name, next(x for x in choices[name] if x not in values)) for name, values in first]
     made = tiny.config("joint", *others)
     config_lib.validate(made, 1)
     made.update_from_flattened_dict({key: EFFECTS[key][0]})
-    with pytest.raises(ValueError, match=rf"config.{key} = .* has no effect without {next(iter(needed))} = "):
+    with pytest.raises(ValueError, match=rf"config.{key} = .* has no effect without {first[0][0]} = "):
         config_lib.validate(made, 1)
 
 
@@ -614,7 +619,7 @@ def test_metrics_have_the_documented_keys(smoke_runs, family):
         assert math.isclose(row["train/loss"], row["train/loss_token"] + row["train/loss_length"], rel_tol=1e-5)
     assert sum(speed <= row.keys() for row in trained) >= 25  # all but those after a start or an evaluation
     names = ["exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated"]
-    names += ["nelbo_nats_per_token", "nelbo_perplexity", "nelbo_stderr", "p_start_nonempty"]
+    names += ["nelbo_nats_per_token", "nelbo_low", "nelbo_high", "nelbo_perplexity", "nelbo_stderr", "p_start_nonempty"]
     for row in evaluated:
         assert row.keys() == {"step", "time"} | {f"eval/{name}" for name in names}
 

@@ -229,6 +229,11 @@ def score(
     return {name: value.astype(np.float32) for name, value in scores.items()}
 
 
+def piece(token: int) -> str:
+    """One token as text: its node."""
+    return str(token)
+
+
 def format_prompt(prompt: Tokens) -> str:
     """Prompt tokens as text: `"3>5 0>3 … 0>>5"`, every edge, then source>>goal."""
     pairs = [(int(u), int(v)) for u, v in zip(prompt[::2], prompt[1::2], strict=True)]
@@ -282,6 +287,16 @@ def parse_infill(task: StarTask, text: str) -> tuple[list[int], list[int], list[
     if not gaps:
         raise ValueError(f"no [GAP] after the prompt in {text!r}: nothing could be inserted")
     return prompt, answer, gaps
+
+
+def parse_nodes(task: StarTask, text: str) -> list[int]:
+    """Node tokens of a text like `"3 0 12"`. Raises ValueError for what is no node of the task."""
+    words = text.split()
+    if bad := [word for word in words if not word.isdecimal() or int(word) >= task.num_ids]:
+        raise ValueError(f"{bad[0]!r} is not a node: the nodes are 0 to {task.num_ids - 1}")
+    if not words:
+        raise ValueError("no nodes are given: leave it out")
+    return [int(word) for word in words]
 
 
 def parse_prompt(task: StarTask, text: str) -> list[int]:

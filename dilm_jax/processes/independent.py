@@ -15,7 +15,7 @@ from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Vocabulary
-from dilm_jax.event import Thinning
+from dilm_jax.event import ManyEvents, Thinning
 from dilm_jax.losses import LossConfig
 from dilm_jax.sampling import Grid, Insertions, draw_every_gap, draw_insertion
 from dilm_jax.schedules import TIME_SAMPLING, Schedule
@@ -80,7 +80,7 @@ class Independent:
         it when cross-entropy fits the length head: the run sums then have the same optimum.
         """
         config, t, n_left = self.loss_config, targets.t, targets.num_dropped
-        log_p_left = self._log_p_left(scores, canvas)
+        log_p_left = self.log_p_left(scores, canvas)
         log_mean_left = losses.log_mean(log_p_left, self._log_left)  # log Δl_i
         log_total_left = jax.nn.logsumexp(jnp.where(canvas.open_gap, log_mean_left, -jnp.inf), axis=-1)
         log_w_token, log_w_length = losses.log_weights(
@@ -107,7 +107,7 @@ class Independent:
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
     def samplers(self, options):
-        """event: one insertion at each time at which one happens, by thinning.
+        """event: one insertion at each time at which one happens, by thinning; several of them with events_per_call.
         leap: each gap gets a token with the exact probability that at least one is due in it within the step.
         euler: Algorithm 3, with probability 1 − exp(−rate·Δt). At most one token a gap a step."""
 
@@ -126,6 +126,7 @@ class Independent:
                 max_length=self.max_length,
                 draw=draw,
                 repeat_last=repeat_last,
+                noise=self.corrupt_to_empty,
             )
 
         def euler(scores, canvas, t, s):
@@ -136,8 +137,10 @@ class Independent:
         def draw_one(key, scores, canvas, fire, filters):
             return draw_insertion(key, self._log_mean_left(scores, canvas), scores, canvas, fire, filters)
 
+        common = {"max_length": self.max_length, "eps": self.eps, "law": self, "noise": self.corrupt_to_empty}
+        many = ManyEvents(events_per_call=options.events_per_call, **common)
         return {
-            "event": Thinning(max_length=self.max_length, eps=self.eps, calls=options.calls, law=self, draw=draw_one),
+            "event": many if options.events_per_call > 1 else Thinning(calls=options.calls, draw=draw_one, **common),
             "leap": grid(self._fire_probability, True),
             "euler": grid(euler, False),
         }
@@ -172,6 +175,11 @@ class Independent:
         """1 − (1 − ρ_1)^n."""
         return -jnp.expm1(n * jnp.log1p(-jnp.exp(-self.schedule.total(jnp.float32(1.0)))))
 
+    def one_missing(self, n, t):
+        """n·q·(1 − q)^{n−1}, q = (1 − ρ_t)/(1 − ρ_1)."""
+        gone = jnp.minimum(self._drop_prob(t) / self._drop_prob(jnp.ones_like(t)), 1.0)
+        return n * gone * (1 - gone) ** jnp.maximum(n - 1, 0)
+
     def kept_probs(self, n, t):
         """Binomial(n, ρ_t)."""
         m = jnp.arange(self.max_length + 1)
@@ -180,7 +188,7 @@ class Independent:
     def _fire_probability(self, scores, canvas, t, s):
         """Per gap P(at least one insertion in (s, t]) = 1 − E_l[(1 − q)^l], q = (ρ_s − ρ_t)/(1 − ρ_t), and the
         expected number, both [B, S] (docs/MATH.md 6a)."""
-        p_left = jnp.exp(self._log_p_left(scores, canvas))
+        p_left = jnp.exp(self.log_p_left(scores, canvas))
         left = jnp.arange(p_left.shape[-1])
         stays = (self._drop_prob(s) / self._drop_prob(t))[:, None]  # 1 − q: still missing at s
         none = jnp.where(left > 0, stays[..., None] ** left, 1.0)
@@ -191,7 +199,7 @@ class Independent:
         row = jnp.arange(canvas.tokens.shape[0])[:, None]
         return jnp.zeros(canvas.tokens.shape, jnp.int32).at[row, targets.gap].add(targets.dropped)
 
-    def _log_p_left(self, scores, canvas):
+    def log_p_left(self, scores, canvas):
         """log p_i(l) [B, S, K], l = 0..max_length."""
         room = canvas_lib.room(canvas, self.max_length)
         return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(room[:, None], canvas.tokens.shape))
@@ -202,7 +210,7 @@ class Independent:
 
     def _log_mean_left(self, scores, canvas):
         """log Δl_i [B, S]."""
-        return losses.log_mean(self._log_p_left(scores, canvas), self._log_left)
+        return losses.log_mean(self.log_p_left(scores, canvas), self._log_left)
 
     @property
     def _log_left(self):

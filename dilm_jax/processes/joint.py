@@ -18,7 +18,7 @@ from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Vocabulary
 from dilm_jax.event import OrderStatistics
 from dilm_jax.losses import LossConfig
-from dilm_jax.sampling import Grid, Insertions, draw_one_gap
+from dilm_jax.sampling import Grid, Insertions, draw_gaps, draw_one_gap
 from dilm_jax.schedules import TIME_SAMPLING, Schedule, concrete_total
 from dilm_jax.special import log_S
 
@@ -66,10 +66,15 @@ class Joint:
     def corrupt_to_empty(self, key, x0, t):
         """Given that the chain has rung K ≥ n times by t = 1, it has rung Binomial(K, σ̄_t/σ̄_1) times by t
         (docs/MATH.md 5)."""
+        return self._corrupt_since(key, x0, t, jnp.ones_like(t))
+
+    def _corrupt_since(self, key, x0, t, began):
+        """Given that by `began` ≥ t all that is free was gone; below 1 with something left, that is not free here: then
+        the chain has rung n times (docs/MATH.md 6d)."""
         k_all, k_count, k_which = canvas_lib.split_keys(key, 3)
-        n, total_1 = x0.free.sum(-1), self.schedule.total(jnp.ones_like(t))
-        rings = n + self._rings_beyond(k_all, n, total_1)
-        share = jnp.clip(self.schedule.total(t) / total_1, 0.0, 1.0)
+        n, total_began = x0.free.sum(-1), self.schedule.total(began)
+        rings = jnp.where(began < 1, n, n + self._rings_beyond(k_all, n, total_began))
+        share = jnp.clip(self.schedule.total(t) / total_began, 0.0, 1.0)
         count = jax.vmap(jax.random.binomial)(k_count, rings.astype(jnp.float32), share).astype(n.dtype)
         return canvas_lib.drop_at_random(k_which, x0, count, t, self.vocabulary)
 
@@ -98,41 +103,46 @@ class Joint:
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
     def samplers(self, options):
-        """event: one insertion at each time at which one happens.
-        leap: one insertion with the exact probability that at least one is due within the step.
-        euler: Algorithm 2, with probability rate·Δt."""
+        """event: one insertion at each time at which one happens; several of them with events_per_call.
+        leap: as many insertions as come within the step, by one draw of how many tokens are missing, into as many gaps.
+        euler: Algorithm 2, one insertion with probability rate·Δt."""
 
-        def grid(fire, repeat_last):
-            def draw(key, scores, canvas, t, s, filters):
-                k_fire, k_draw = canvas_lib.split_keys(key, 2)
-                probability, due = fire(scores, canvas, t, s)
-                fires = jax.vmap(jax.random.uniform)(k_fire) < probability
-                insert, tokens = draw_one_gap(k_draw, scores, canvas, fires, filters)
-                return Insertions(insert=insert, tokens=tokens, saturated=due > 1)
-
+        def grid(draw, repeat_last):
             return Grid(
                 num_steps=options.num_steps,
                 eps=self.eps,
                 max_length=self.max_length,
                 draw=draw,
                 repeat_last=repeat_last,
+                noise=self.corrupt_to_empty,
             )
 
-        def euler(scores, canvas, t, s):
+        def leap(key, scores, canvas, t, s, filters):
+            k_count, k_draw = canvas_lib.split_keys(key, 2)
+            count = self._count_within(k_count, scores, canvas, t, s)
+            insert, tokens = draw_gaps(k_draw, scores, canvas, count, filters)
+            return Insertions(insert=insert, tokens=tokens, saturated=count > insert.sum(-1))
+
+        def euler(key, scores, canvas, t, s, filters):
+            k_fire, k_draw = canvas_lib.split_keys(key, 2)
             due = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale * (t - s)
-            return due, due
+            count = (jax.vmap(jax.random.uniform)(k_fire) < due).astype(jnp.int32)
+            insert, tokens = draw_one_gap(k_draw, scores, canvas, count, filters)
+            return Insertions(insert=insert, tokens=tokens, saturated=due > 1)
 
         return {
             "event": OrderStatistics(
                 max_length=self.max_length,
                 eps=self.eps,
                 calls=options.calls,
+                events_per_call=options.events_per_call,
                 log_p_left=self._log_p_left,
                 next_time=self._next_time,
                 time_of=self._time_of,
-                draw=draw_one_gap,
+                draw=draw_one_gap if options.events_per_call == 1 else draw_gaps,
+                noise_since=self._corrupt_since,
             ),
-            "leap": grid(self._fire_probability, True),
+            "leap": grid(leap, True),
             "euler": grid(euler, False),
         }
 
@@ -154,6 +164,17 @@ class Joint:
         total = concrete_total(self.schedule, 1.0)
         return jnp.where(n > 0, jax.scipy.special.gammaincc(jnp.maximum(n, 1).astype(jnp.float32), total), 0.0)
 
+    def one_missing(self, n, t):
+        """P(one ring by t, and n − 1 at least in the rest), of n = 1 P(one ring by t at least), over P(n rings at
+        least): with P(n rings at least by σ̄) = e^{−σ̄}·σ̄^n/n!·S(n, σ̄)."""
+        total, total_1 = self.schedule.total(t), concrete_total(self.schedule, 1.0)
+        rest = jnp.maximum(total_1 - total, 0.0)
+        before, of_all = jnp.maximum(n - 1, 0), self._log_S(jnp.ones_like(t))
+        log_s_rest = jnp.take_along_axis(log_S(self.max_length, rest, total_1), before[:, None], axis=-1)[:, 0]
+        log_s_all = jnp.take_along_axis(of_all, n[:, None], axis=-1)[:, 0]
+        log_p = jnp.log(total * n / total_1) + before * jnp.log(rest / total_1) + log_s_rest - log_s_all
+        return jnp.where(n > 1, jnp.exp(log_p), jnp.where(n == 1, jnp.expm1(-total) / math.expm1(-total_1), 0.0))
+
     def kept_probs(self, n, t):
         """P(min(Poisson(σ̄_t), n) = n − m)."""
         m, total = jnp.arange(self.max_length + 1), self.schedule.total(t)
@@ -169,39 +190,35 @@ class Joint:
         """σ_t/σ̄_t."""
         return self.schedule.rate(t) / self.schedule.total(t)
 
-    def _fire_probability(self, scores, canvas, t, s):
-        """P(at least one insertion in (s, t]) and the expected number (on the empty canvas a bound on it), both [B]
-        (docs/MATH.md 6a, 6b).
+    def _count_within(self, key, scores, canvas, t, s):
+        """How many insertions come in (s, t] [B]: given l missing none if the first comes before s, else it and
+        Binomial(l − 1, 1 − σ̄_s/σ̄_first) of the others (docs/MATH.md 6a)."""
+        k_left, k_first, k_others = canvas_lib.split_keys(key, 3)
+        left = jax.vmap(jax.random.categorical)(k_left, self._log_p_left(scores, canvas))
+        first = self._first_total(k_first, canvas, jnp.maximum(left, 1), self.schedule.total(t))
+        total = self.schedule.total(s)
+        share = jnp.clip(1 - total / first, 0.0, 1.0)
+        others = jax.vmap(jax.random.binomial)(k_others, jnp.maximum(left - 1, 0).astype(jnp.float32), share)
+        return jnp.where((left > 0) & (first > total), 1 + others.astype(left.dtype), 0)
 
-        Given l, none happens with probability (σ̄_s/σ̄_t)^l, and on the empty canvas with
-        exp(l·log(σ̄_s/σ̄_t) − (σ̄_s − σ̄_t) + log S(l, σ̄_s) − log S(l, σ̄_t)).
-        """
-        p_left = jnp.exp(self._log_p_left(scores, canvas))
-        left = jnp.arange(p_left.shape[-1])
-        total_t, total_s = self.schedule.total(t)[:, None], self.schedule.total(s)[:, None]
-        log_ratio = jnp.log(total_s / total_t)
-        log_none = jnp.where(left > 0, left * log_ratio, 0.0)
-        log_none_empty = log_none + total_t - total_s + self._log_S(s) - self._log_S(t)
-        log_none_empty = jnp.where(left > 0, log_none_empty, 0.0)
-        log_none = jnp.where((canvas.num_free == 0)[:, None], log_none_empty, log_none)
-        fire = p_left * -jnp.expm1(log_none)
-        share = 1 - total_s / total_t  # of the tokens missing at t, those inserted by s
-        due_empty = fire * (1 + (left - 1) * share)  # the first, and no more than this share of the others
-        due = jnp.where((canvas.num_free == 0)[:, None], due_empty, p_left * left * share)
-        return fire.sum(-1), due.sum(-1)
+    def _next_time(self, key, canvas, left, t, count):
+        """Time of the `count`-th insertion given that `left` tokens are missing at t, 1 ≤ count ≤ left: those after the
+        first rang at uniform times below its own."""
+        k_first, k_others = canvas_lib.split_keys(key, 2)
+        first = self._first_total(k_first, canvas, left, self.schedule.total(t))
+        of_others = jax.vmap(jax.random.beta)(k_others, left - count + 1.0, jnp.maximum(count - 1.0, 1.0))
+        return self.schedule.inverse_total(first * jnp.where(count > 1, of_others, 1.0))
 
-    def _next_time(self, key, canvas, left, t):
-        """Time of the next insertion given that `left` tokens are missing at t (docs/MATH.md 6b).
+    def _first_total(self, key, canvas, left, total):
+        """σ̄ at the next insertion given that `left` tokens are missing at σ̄ = total (docs/MATH.md 6b).
 
         All that are missing rang at uniform times below σ̄_t, the next insertion at the last of them: σ̄_t·U^{1/l}.
         On the empty canvas the l-th ring emptied it, and K − l more may have followed: K ~ Poisson(σ̄_t) given K ≥ l,
         and the l-th of K uniform times is Beta(l, K − l + 1).
         """
         k_more, k_beta = canvas_lib.split_keys(key, 2)
-        total = self.schedule.total(t)
         more = jnp.where(canvas.num_free == 0, self._rings_beyond(k_more, left, total), 0)
-        share = jax.vmap(jax.random.beta)(k_beta, left.astype(jnp.float32), more + 1.0)
-        return self.schedule.inverse_total(total * share)
+        return total * jax.vmap(jax.random.beta)(k_beta, left.astype(jnp.float32), more + 1.0)
 
     def _time_of(self, key, left):
         """t given that `left` tokens are missing: σ̄_t ~ Gamma(l + 1) given that it is at most σ̄_1, by bisection."""
