@@ -65,7 +65,7 @@ SETTINGS: dict[str, Setting] = {
 }
 SETTINGS |= grids(*STEPS)
 ASKED = 20  # bytes
-FREE = (0, UNBOUNDED)
+FREE: tuple[int, int] = (0, UNBOUNDED)
 
 
 # --- Data and network ------------------------------------------------------------------------------------------------
