@@ -57,7 +57,7 @@ _PLOT = flags.DEFINE_string("plot", None, "Draw length and entropy over network 
 _ONLY = flags.DEFINE_string("only", "", "Samplers whose name contains this.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
 
-STEPS = (8, 16, 32, 64, 128, 256)
+STEPS = (8, 16, 32, 64, 128)
 SETTINGS: dict[str, Setting] = {
     "event": event(),
     "event, 1 call": event(calls=1),
