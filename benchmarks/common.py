@@ -1,0 +1,221 @@
+"""What the benchmarks share: corpora, a small network of each family on one of them, its training, samplers, tables."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from dilm_jax import canvas as canvas_lib
+from dilm_jax import config as config_lib
+from dilm_jax import sharding, train, worlds
+from dilm_jax.backbone import Transformer
+from dilm_jax.canvas import Canvas, Example, Vocabulary
+from dilm_jax.data import loader
+from dilm_jax.data.star import TASKS, StarSource
+from dilm_jax.losses import LossConfig
+from dilm_jax.processes.base import Process
+from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.request import Request
+from dilm_jax.sampling import Filters, Grid, Network, SamplingOptions, State, generate
+from dilm_jax.schedules import LogLinear
+
+Setting = tuple[str, SamplingOptions]  # a sampler of a family, and what it is told
+
+ONE_DEVICE = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
+BERT_VOCABULARY = "tests/data/bert-base-uncased"
+FAMILIES = ("joint", "independent")
+DEFAULT = config_lib.loss_config(config_lib.default_config())
+
+
+def event(**options) -> Setting:
+    return "event", SamplingOptions(num_steps=1, **options)
+
+
+def grids(*num_steps: int) -> dict[str, Setting]:
+    """leap, then euler, at each number of steps."""
+    return {f"{name}, {n} steps": (name, SamplingOptions(num_steps=n)) for name in ("leap", "euler") for n in num_steps}
+
+
+class Samplers:
+    """Jitted (setting, keys, canvas, request or None) → the state at the end. A grid's number of steps is given to the
+    program: one serves all of them."""
+
+    def __init__(self, process: Process, network: Network, filters: Filters):
+        self._process, self._network, self._filters = process, network, filters
+        self._run = jax.jit(self._generate, static_argnums=(0, 1))
+
+    def __call__(self, setting: Setting, key: jax.Array, canvas: Canvas, asked: Request | None = None) -> State:
+        name, options = setting
+        return self._run(name, dataclasses.replace(options, num_steps=1), options.num_steps, key, canvas, asked)
+
+    def _generate(self, name, options, num_steps, key, canvas, asked):
+        sampler = self._process.samplers(options)[name]
+        if isinstance(sampler, Grid):
+            sampler = dataclasses.replace(sampler, num_steps=num_steps)
+        return generate(self._network, sampler, key, canvas, self._filters, asked)
+
+
+def empty_canvas(num: int, max_length: int, vocabulary: Vocabulary) -> Canvas:
+    """Nothing, with room for so many tokens."""
+    return canvas_lib.to_canvas(worlds.to_example([worlds.plain(())] * num, max_length), vocabulary)
+
+
+def row_keys(seed: int, num: int) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), num)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Clean texts, all in one `Example`, and what they need."""
+
+    texts: Example  # numpy
+    vocabulary: Vocabulary
+    sigma: dict[str, tuple[float, float]]  # smallest and largest rate of each family's schedule
+
+    def process(self, family: str, loss_config: LossConfig = DEFAULT):
+        sigma_min, sigma_max = self.sigma[family]
+        return PROCESSES[family](
+            vocabulary=self.vocabulary,
+            max_length=self.texts.tokens.shape[1],
+            schedule=LogLinear(sigma_min=sigma_min, sigma_max=sigma_max),
+            eps=1e-3,
+            loss_config=loss_config,
+            time_sampling="uniform",
+        )
+
+
+def star_easy() -> Corpus:
+    task = TASKS["easy"]
+    source = StarSource(task=task, split="train", seed=0)
+    rows = [source[i] for i in range(4000)]
+    return Corpus(Example(**loader.stack(rows)), task.vocabulary, _sigma(3.0, 60.0))
+
+
+def sentences(lines: list[str], max_length: int) -> Corpus:
+    """In bytes; those that fit."""
+    ids = [[5 + byte for byte in line.encode()] for line in lines]
+    return Corpus(
+        texts_of(ids, max_length), Vocabulary(size=261, pad=0, cls=1, bos=2, eos=3, mask=4), _sigma(35.0, 700.0)
+    )
+
+
+def word_pieces(lines: list[str], max_length: int) -> Corpus:
+    """In BERT's word pieces; those that fit. BOS and EOS are two of its unused entries."""
+    from transformers import BertTokenizer
+
+    tokenizer = BertTokenizer.from_pretrained(BERT_VOCABULARY)
+    ids = [tokenizer(line, add_special_tokens=False)["input_ids"] for line in lines]
+    pad, cls, mask = tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.mask_token_id
+    vocabulary = Vocabulary(size=len(tokenizer), pad=pad, cls=cls, bos=1, eos=2, mask=mask)
+    return Corpus(texts_of(ids, max_length), vocabulary, _sigma(15.0, 300.0))
+
+
+def _sigma(smallest: float, largest: float) -> dict[str, tuple[float, float]]:
+    """Of the joint family: σ̄_1 covers the lengths."""
+    return {"joint": (smallest, largest), "independent": (0.1, 40.0)}
+
+
+def texts_of(ids: list[list[int]], L: int) -> Example:
+    """Every token free, every gap open. Texts that do not fit are left out."""
+    rows = [
+        {
+            "tokens": np.array(row + [0] * (L - len(row)), np.int32),
+            "length": np.array(len(row), np.int32),
+            "frozen": np.zeros(L, bool),
+            "open_gap": np.arange(L + 1) <= len(row),
+            "num_bytes": np.array(0, np.int32),
+        }
+        for row in ids
+        if len(row) <= L
+    ]
+    return Example(**loader.stack(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A family with a small network, and one program for the gradients of several losses on the same noise."""
+
+    corpus: Corpus
+    family: str
+    width: int
+    num_layers: int
+
+    @functools.cached_property
+    def network(self):
+        """Parameters, and (parameters, canvas, t) → scores."""
+        process = self.corpus.process(self.family)
+        made = Transformer(
+            vocab_size=process.vocabulary.size,
+            spec=process.spec,
+            rngs=nnx.Rngs(0),
+            **dict(config_lib.default_config().model)
+            | {
+                "num_layers": self.num_layers,
+                "width": self.width,
+                "num_heads": 4,
+                "mlp_width": 4 * self.width,
+                "cond_width": self.width,
+                "dropout": 0.0,
+                "dtype": "float32",
+            },
+        )
+        graphdef, params = nnx.split(made, nnx.Param)
+        return params, lambda params, canvas, t: nnx.merge(graphdef, params)(canvas, t)
+
+    def gradients(self, losses: list[LossConfig]) -> Callable:
+        """Jitted (parameters, texts, step) → the gradient of each loss, on the same noise."""
+        processes = [self.corpus.process(self.family, config) for config in losses]
+        _, network = self.network
+
+        @jax.jit
+        def gradients(params, x0: Example, step):
+            t, _, canvas, targets, _ = train.corrupt_batch(processes[0], ONE_DEVICE, 0, step, x0)
+            scores, pull = jax.vjp(lambda params: network(params, canvas, t), params)
+            of_scores = [
+                jax.grad(lambda scores, p=p: p.loss(scores, canvas, targets)["loss"].mean())(scores) for p in processes
+            ]
+            return [pull(cotangent)[0] for cotangent in of_scores]
+
+        return gradients
+
+    def batch(self, step: int, batch_size: int) -> Example:
+        rows = np.random.default_rng(step).integers(len(self.corpus.texts.length), size=batch_size)
+        return jax.tree.map(lambda x: jnp.asarray(x[rows]), self.corpus.texts)
+
+    def trained(self, num_steps: int, learning_rate: optax.ScalarOrSchedule = 1e-3):
+        """Parameters after so many steps of Adam on the default loss."""
+        params, _ = self.network
+        gradients, optimizer = self.gradients([DEFAULT]), optax.adam(learning_rate)
+        update = jax.jit(optimizer.update)
+        state = optimizer.init(params)
+        for step in range(num_steps):
+            (gradient,) = gradients(params, self.batch(step, 32), step)
+            updates, state = update(gradient, state)
+            params = optax.apply_updates(params, updates)
+        return params
+
+
+def read_lines(path: str) -> list[str]:
+    """Of the text file that --data names."""
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--data: no file {path}")
+    return pathlib.Path(path).read_text("utf-8").splitlines()
+
+
+def print_row(cells: Sequence, *, header: bool = False) -> None:
+    """A row of a Markdown table; numbers with three significant digits unless they are integers."""
+    texts = [f"{cell:#.3g}".rstrip(".") if isinstance(cell, float) else str(cell) for cell in cells]
+    print("| " + " | ".join(texts) + " |" + ("\n" + "|" + "---|" * len(texts) if header else ""), flush=True)
+
+
+def write_json(path: str | None, results: dict) -> None:
+    """Where --json says, if it does."""
+    if path:
+        pathlib.Path(path).write_text(json.dumps(results, indent=2) + "\n")
