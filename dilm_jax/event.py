@@ -235,9 +235,10 @@ class GapNumbers(Protocol):
 class ManyEvents:
     """The next k insertions, into k gaps, from one network call: an approximation.
 
-    At (x, t) each gap draws how many tokens l are missing from it, as if gaps were independent. The first of them comes
-    at M(s) = M(t)·U^{1/l}. The k gaps that come first get a token each, and the next call is at the time of the last
-    of these. A row ends when nothing is missing from any gap.
+    At (x, t) each gap draws how many tokens l are missing from it, as if gaps were independent: the first of them comes
+    at M(s) = M(t)·U^{1/l}, the second at M(s)·U^{1/(l − 1)}. Insertions are made in the order of their times, up to k
+    and until a gap would get a second one. The next call is at the time of the last. A row ends when nothing is missing
+    from any gap.
     """
 
     max_length: int
@@ -260,10 +261,11 @@ class ManyEvents:
         scores, canvas, state = conditioned(scores, state, self.max_length)
         left = jax.vmap(jax.random.categorical)(k_left, self.law.log_p_left(scores, canvas))
         due = canvas.open_gap & (left > 0)
-        wait = jax.vmap(lambda k: jax.random.exponential(k, left.shape[1:]))(k_time)
-        first = jnp.where(due, -wait / jnp.maximum(left, 1), -jnp.inf)  # log of M(s)/M(t)
-        last = jnp.sort(first, axis=-1)[:, -min(self.events_per_call, first.shape[-1])]
-        fire = due & (first >= last[:, None])
+        wait = jax.vmap(lambda k: jax.random.exponential(k, (2, *left.shape[1:])))(k_time)
+        first = jnp.where(due, -wait[:, 0] / jnp.maximum(left, 1), -jnp.inf)  # log of M(s)/M(t)
+        second = jnp.where(due & (left > 1), first - wait[:, 1] / jnp.maximum(left - 1, 1), -jnp.inf)
+        kth = jnp.sort(first, axis=-1)[:, -min(self.events_per_call, first.shape[-1])]
+        fire = due & (first >= kth[:, None]) & (first > second.max(-1, keepdims=True))
         insert, tokens = draw_every_gap(k_draw, scores, canvas, fire, filters)
         time = self.law.earlier(state.carry, jnp.where(fire, first, 0.0).min(-1))
         time = jnp.where(state.done, state.carry, time)
