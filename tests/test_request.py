@@ -129,8 +129,16 @@ def test_revision_keeps_the_law_of_the_data(family, sampler):
     assert np.mean([x != y for x, y in zip(before, after, strict=True)]) > 0.5
 
 
-def unconditional(family, sampler, corrector, num_steps=1):
-    """(NUM texts, their calls) from the empty canvas."""
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_revised_row_depends_on_its_own_key(family):
+    """Not on how many rows there are, nor on how long they take."""
+    few, many = (unconditional(family, "event", REVISED, num=num) for num in (20, NUM))
+    assert few[0] == many[0][:20] and (few[1] == many[1][:20]).all()
+
+
+def unconditional(family, sampler, corrector, num_steps=1, num=NUM):
+    """(`num` texts, their calls) from the empty canvas."""
     made = checked(family).process.samplers(SamplingOptions(num_steps=num_steps))[sampler]
     network = checked(family).network(plain_world())
 
@@ -138,8 +146,8 @@ def unconditional(family, sampler, corrector, num_steps=1):
     def run(key, canvas):
         return sampling.generate(network, made, key, canvas, Filters(), corrector=corrector)
 
-    state = jax.device_get(run(oracles.row_keys(2, NUM), selfcheck._canvas([plain(())] * NUM, L)))
-    return [worlds.to_text(state.canvas, row).tokens for row in range(NUM)], state.nfe
+    state = jax.device_get(run(oracles.row_keys(2, NUM)[:num], selfcheck._canvas([plain(())] * num, L)))
+    return [worlds.to_text(state.canvas, row).tokens for row in range(num)], state.nfe
 
 
 @pytest.mark.slow
