@@ -53,9 +53,8 @@ def test_a_wrong_process_of_ones_own_is_found(monkeypatch):
 
 @pytest.mark.slow
 def test_every_identity_holds(tmp_path):
-    result = children.command(SELFCHECK, f"--json={tmp_path / 'rows.json'}").result()
-    assert result.code == 0, result.out + result.err
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    result, rows = run_selfcheck(children.ROOT, tmp_path / "rows.json")
+    assert result.returncode == 0, result.stdout + result.stderr
     assert {row["family"] for row in rows} == {"all", "joint", "independent"}
     assert all(row["holds"] for row in rows)
 
@@ -132,14 +131,14 @@ FAULTS = {
     ),
     "noise that need not end empty (joint)": (
         "joint", "processes/joint.py",
-        "rings = n + self._rings_beyond(k_all, n, total_1)",
-        "rings = jax.vmap(jax.random.poisson)(k_all, total_1)",
+        "rings = jnp.where(began < 1, n, n + self._rings_beyond(k_all, n, total_began))",
+        "rings = jax.vmap(jax.random.poisson)(k_all, total_began)",
         "corrupt_to_empty",
     ),
     "noise that need not end empty (independent)": (
         "independent", "processes/independent.py",
-        "self._drop_prob(t) / self._drop_prob(jnp.ones_like(t))",
-        "self._drop_prob(t)",
+        "self._drop(key, jnp.minimum(self._drop_prob(t) / self._drop_prob(jnp.ones_like(t)), 1.0), x0, t)",
+        "self._drop(key, self._drop_prob(t), x0, t)",
         "corrupt_to_empty",
     ),
     "true rates without the sum over equal letters": (
@@ -173,12 +172,14 @@ def test_a_planted_fault_fails(fault, tmp_path):
     assert changed.read_text().count(source) == 1
     changed.write_text(changed.read_text().replace(source, instead))
 
-    rows_file = tmp_path / "rows.json"
-    argv = [f"--family={family}", f"--only={identity}", f"--json={rows_file}"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "-m", SELFCHECK, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    result, rows = run_selfcheck(tmp_path, tmp_path / "rows.json", f"--family={family}", f"--only={identity}")
     assert result.returncode == 1, result.stdout + result.stderr
-    rows = json.loads(rows_file.read_text())
     assert rows and not any(row["holds"] for row in rows), result.stdout
+
+
+def run_selfcheck(cwd, rows_file, *argv):
+    """The ended process, which starts two of its own, and the rows."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", SELFCHECK, *argv, f"--json={rows_file}"]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    return result, json.loads(rows_file.read_text()) if rows_file.exists() else []
