@@ -365,7 +365,7 @@ def test_rows_depend_on_their_own_key_and_canvas(family, sampler):
     """Neither on neighbours, nor on their number, nor on how long they take; nothing of a finished row changes."""
     key, canvas = oracles.row_keys(0, B), prompts()
     together, calls = sample(family, sampler, key, canvas)
-    assert len(set(np.asarray(together.nfe))) > 3
+    assert len(set(np.asarray(together.nfe))) >= 3
     assert calls == together.nfe.max()
     assert not together.truncated.any()
     order = np.random.default_rng(0).permutation(B)
