@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
-from dilm_jax.sampling import Filters, Insertions, Noise, begin, conditioned, draw_every_gap, move, undo
+from dilm_jax.sampling import Filters, Insertions, Noise, begin, categorical, conditioned, draw_every_gap, move, undo
 
 SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
 Times = Float[Array, " B"]
@@ -68,8 +68,8 @@ class OrderStatistics:
     calls: int
     events_per_call: int
     log_p_left: Callable[[Scores, Canvas], Float[Array, "B K"]]
-    # (key, canvas, l, t, k) → time of the k-th insertion
-    next_time: Callable[[Any, Canvas, Int[Array, " B"], Times, Int[Array, " B"]], Times]
+    # (key, canvas, l, t, k) → time of the k-th insertion, or of the first if k is None
+    next_time: Callable[[Any, Canvas, Int[Array, " B"], Times, Int[Array, " B"] | None], Times]
     time_of: Callable[[Any, Int[Array, " B"]], Times]  # (key, l) → t of a canvas from which l tokens are missing
     draw: DrawGaps
     noise_since: Callable[[Any, Example, Times, Times], tuple[Canvas, InsertionTargets]]  # Noise, of paths begun at …
@@ -106,9 +106,10 @@ class OrderStatistics:
         log_p = jnp.where(searching[:, None], of_all, self.log_p_left(scores, canvas))
         left = jax.vmap(jax.random.categorical)(k_left, log_p)
         due = active & clock.fresh & (left > 0) & ~searching
-        one_call = self.calls == 1 or self.events_per_call > 1
+        many = self.events_per_call > 1
+        one_call = self.calls == 1 or many
         count = jnp.clip(left, 1, self.events_per_call)
-        time = self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time, count)
+        time = self.next_time(k_time, canvas, jnp.maximum(left, 1), clock.time, count if many else None)
         time = jnp.where(due, time, clock.time)
         if state.request is not None:
             time = jnp.where(active & searching, self.time_of(k_time, left), time)
@@ -259,7 +260,7 @@ class ManyEvents:
     def advance(self, scores, state, filters):
         k_left, k_time, k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 5)
         scores, canvas, state = conditioned(scores, state, self.max_length)
-        left = jax.vmap(jax.random.categorical)(k_left, self.law.log_p_left(scores, canvas))
+        left = categorical(k_left, self.law.log_p_left(scores, canvas))
         due = canvas.open_gap & (left > 0)
         wait = jax.vmap(lambda k: jax.random.exponential(k, (2, *left.shape[1:])))(k_time)
         first = jnp.where(due, -wait[:, 0] / jnp.maximum(left, 1), -jnp.inf)  # log of M(s)/M(t)

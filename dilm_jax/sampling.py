@@ -117,9 +117,9 @@ def draw_insertion(
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
     """One insertion a row: an open gap by its logit, then the token from the gap's softmax."""
     k_gap, k_token = canvas_lib.split_keys(key, 2)
-    gap = _categorical(k_gap, filters.gap(jnp.where(canvas.open_gap, gap_logits, -jnp.inf)))
+    gap = categorical(k_gap, filters.gap(jnp.where(canvas.open_gap, gap_logits, -jnp.inf)))
     token_logits = jnp.take_along_axis(scores.dense(), gap[:, None, None], axis=1)[:, 0]
-    token = _categorical(k_token, filters.token(token_logits))
+    token = categorical(k_token, filters.token(token_logits))
     insert = (jnp.arange(canvas.num_columns) == gap[:, None]) & (fire & canvas.open_gap.any(-1))[:, None]
     return insert, jnp.broadcast_to(token[:, None], insert.shape)
 
@@ -140,11 +140,11 @@ def draw_every_gap(
     key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, "B S"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
     """A token for each gap that fires, from the gap's own softmax."""
-    return fire & canvas.open_gap, _categorical(key, filters.token(scores.dense()))
+    return fire & canvas.open_gap, categorical(key, filters.token(scores.dense()))
 
 
-def _categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[Array, " B *N"]:
-    """Gumbel-argmax."""
+def categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[Array, " B *N"]:
+    """One draw from each distribution, by Gumbel-argmax."""
     return jnp.argmax(_perturbed(key, logits), axis=-1)
 
 

@@ -168,10 +168,9 @@ class Joint:
         """P(one ring by t, and n − 1 at least in the rest), of n = 1 P(one ring by t at least), over P(n rings at
         least): with P(n rings at least by σ̄) = e^{−σ̄}·σ̄^n/n!·S(n, σ̄)."""
         total, total_1 = self.schedule.total(t), concrete_total(self.schedule, 1.0)
-        rest = jnp.maximum(total_1 - total, 0.0)
-        before, of_all = jnp.maximum(n - 1, 0), self._log_S(jnp.ones_like(t))
+        rest, before = jnp.maximum(total_1 - total, 0.0), jnp.maximum(n - 1, 0)
         log_s_rest = jnp.take_along_axis(log_S(self.max_length, rest, total_1), before[:, None], axis=-1)[:, 0]
-        log_s_all = jnp.take_along_axis(of_all, n[:, None], axis=-1)[:, 0]
+        log_s_all = log_S(self.max_length, jnp.float32([total_1]), total_1)[0, n]
         log_p = jnp.log(total * n / total_1) + before * jnp.log(rest / total_1) + log_s_rest - log_s_all
         return jnp.where(n > 1, jnp.exp(log_p), jnp.where(n == 1, jnp.expm1(-total) / math.expm1(-total_1), 0.0))
 
@@ -201,11 +200,13 @@ class Joint:
         others = jax.vmap(jax.random.binomial)(k_others, jnp.maximum(left - 1, 0).astype(jnp.float32), share)
         return jnp.where((left > 0) & (first > total), 1 + others.astype(left.dtype), 0)
 
-    def _next_time(self, key, canvas, left, t, count):
-        """Time of the `count`-th insertion given that `left` tokens are missing at t, 1 ≤ count ≤ left: those after the
-        first rang at uniform times below its own."""
+    def _next_time(self, key, canvas, left, t, count=None):
+        """Time of the next insertion given that `left` tokens are missing at t, or of the `count`-th, 1 ≤ count ≤ left:
+        those after the first rang at uniform times below its own."""
         k_first, k_others = canvas_lib.split_keys(key, 2)
         first = self._first_total(k_first, canvas, left, self.schedule.total(t))
+        if count is None:
+            return self.schedule.inverse_total(first)
         of_others = jax.vmap(jax.random.beta)(k_others, left - count + 1.0, jnp.maximum(count - 1.0, 1.0))
         return self.schedule.inverse_total(first * jnp.where(count > 1, of_others, 1.0))
 
