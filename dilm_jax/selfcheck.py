@@ -63,7 +63,7 @@ ELBO = LossConfig(
 NUM_GRID = 300  # steps of a Kolmogorov equation
 NUM_NODES = 100  # times of the bound; a whole number of them is for [0, eps]
 NUM_DRAWS, NUM_STEPS, GRID_ALLOWANCE = 1500, 24, 0.03  # rows of a sampler, its grid, the total variation that may cost
-NUM_FLAT = 400_000  # draws from equal scores
+NUM_FLAT = 40_000  # draws from equal scores
 P_VALUE = 1e-4  # at fixed keys
 QUICK_COMPILES = (  # each program runs once or twice; a flag that XLA does not know would end the process
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -94,23 +94,27 @@ def main() -> None:
         raise ValueError(f"--family={_FAMILY.value} is not in the registry: it has {', '.join(PROCESSES)}")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + QUICK_COMPILES  # read when the first program compiles
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the devices
-    families = [*([_FAMILY.value] if _FAMILY.value else PROCESSES), SHARED]
-    wanted = {family: [check for check in checks_of(family).values() if _ONLY.value in check[0]] for family in families}
+    families = [_FAMILY.value] if _FAMILY.value else list(PROCESSES)
+    here, there = families[::2], [SHARED, *families[1::2]]  # a family's rows in one process: they share programs
+    wanted = {family: [name for name in checks_of(family) if _ONLY.value in name] for family in (*here, *there)}
     if not any(wanted.values()):
         raise ValueError(f"--only={_ONLY.value}: no identity contains it")
     rows = []
-    with contextlib.ExitStack() as stack:
-        spawn = multiprocessing.get_context("spawn")
-        make = functools.partial(concurrent.futures.ProcessPoolExecutor, 1, mp_context=spawn)
-        pools = [stack.enter_context(make()) for _ in range(min(2, len(families)))]
-        pending = {}  # a family's rows in one process: they share what they compute
-        for pool, family in zip(itertools.cycle(pools), families, strict=False):
-            for identity, _, limit in wanted[family]:
-                pending[pool.submit(error_of, family, identity)] = family, identity, limit
-        for done in concurrent.futures.as_completed(pending):
-            family, identity, limit = pending[done]
-            rows.append(Row(family, identity, done.result(), limit))
-            print(format_row(rows[-1]), flush=True)
+
+    def add(row):
+        rows.append(row)
+        print(format_row(row), flush=True)
+
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        pending = [other.submit(find_row, family, name) for family in there for name in wanted[family]]
+        for future in pending:
+            future.add_done_callback(lambda done: done.exception() or add(done.result()))
+        for family in here:
+            for name in wanted[family]:
+                add(find_row(family, name))
+        concurrent.futures.wait(pending)
+        for future in pending:
+            future.result()
     if _JSON.value:
         table = [dataclasses.asdict(row) | {"holds": bool(row.holds)} for row in rows]
         pathlib.Path(_JSON.value).write_text(json.dumps(table, indent=2) + "\n")
@@ -134,16 +138,15 @@ def checks_of(family: str) -> dict[str, Check]:
     return {check[0]: check for check in checks}
 
 
-def error_of(family: str, identity: str) -> float:
-    return float(checks_of(family)[identity][1]())
+def find_row(family: str, identity: str) -> Row:
+    _, find, limit = checks_of(family)[identity]
+    return Row(family, identity, float(find()), limit)
 
 
 def check_all(families: list[str], only: str = "") -> Iterator[Row]:
     """The rows of each family, or SHARED, whose identity contains `only`, in this process."""
     for family in families:
-        for identity, find, limit in checks_of(family).values():
-            if only in identity:
-                yield Row(family, identity, float(find()), limit)
+        yield from (find_row(family, identity) for identity in checks_of(family) if only in identity)
 
 
 # --- What all families share -----------------------------------------------------------------------------------------
@@ -155,6 +158,7 @@ def shared_checks() -> Iterator[Check]:
     yield "inserting into a canvas = into a list, also when it is full", _insertion_error, 0
     yield "deleted tokens' gaps: the dynamic program = all masks", _alignment_error, 1e-5
     yield "equal bfloat16 scores: gaps and tokens are drawn uniformly", _uniform_p_value, None
+    yield "draws by the same noise that scores apart by 1e-6 change", _rounded_draws, 1e-3
 
 
 def _schedule_error():
@@ -223,19 +227,33 @@ def _alignment_error():
 
 
 def _uniform_p_value():
-    """Of the mean gap and the mean token of draws from 64 open gaps and 64 tokens whose scores are all 1 in bfloat16:
-    where noise that is rounded ties, the first of those that tie is drawn."""
-    canvas = _canvas([plain([NUM_SPECIAL] * 63)], 63)
-    scores = Scores(logits=jnp.ones((1, 65, 64), jnp.bfloat16), length_logits=None, stop_logits=None)
-
-    def one(key):
-        insert, tokens = sampling.draw_one_gap(key[None], scores, canvas, jnp.ones(1, int), Filters())
-        return insert[0].argmax() - 1, tokens[0, 0]  # gap 0, after CLS, is closed
-
-    quick = {"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False}  # this one runs for long
-    drawn = jax.device_get(jax.jit(jax.vmap(one), compiler_options=quick)(_keys(0, NUM_FLAT)))
+    """Of the mean gap and the mean token of draws from scores that are all 16 in bfloat16: where noise is added in
+    bfloat16, many tie, and the first of those that tie is drawn."""
+    drawn = _drawn(jnp.full((1, 65, 64), 16, jnp.bfloat16), NUM_FLAT)
     z = (np.mean(drawn, axis=-1) - 31.5) / math.sqrt((64**2 - 1) / 12 / NUM_FLAT)
     return scipy.stats.chi2.sf((z**2).sum(), len(z))
+
+
+def _rounded_draws():
+    """Where noise is rounded, the least difference in scores decides between those that tie."""
+    rising = 1e-6 / 65 / 64 * jnp.arange(65.0 * 64).reshape(1, 65, 64)
+    return (_drawn(rising, 4000) != _drawn(rising[:, ::-1, ::-1], 4000)).any(0).mean()
+
+
+def _drawn(logits, num: int) -> np.ndarray:
+    """[2, num] gaps and tokens from 64 open gaps and 64 tokens."""
+    canvas = _canvas([plain([NUM_SPECIAL] * 63)], 63)
+
+    @jax.jit
+    def draw(keys, logits):
+        def one(key):
+            scores = Scores(logits=logits, length_logits=None, stop_logits=None)
+            insert, tokens = sampling.draw_one_gap(key[None], scores, canvas, jnp.ones(1, int), Filters())
+            return insert[0].argmax() - 1, tokens[0, 0]  # gap 0, after CLS, is closed
+
+        return jax.vmap(one)(keys)
+
+    return np.stack(jax.device_get(draw(_keys(0, num), logits)))
 
 
 # --- A family --------------------------------------------------------------------------------------------------------
@@ -276,6 +294,7 @@ class Checked:
         self.process: Any = self.make(loss_config=ELBO)
         self.bounded = isinstance(self.process, likelihood.Bounded)
         self.programs = {}  # by sampler
+        self.kept_probs = jax.jit(lambda t: self.process.kept_probs(jnp.arange(K), t))
         self.posterior = jax.jit(self.posterior_scores, static_argnums=0)
         self.integrand = jax.jit(functools.partial(likelihood.integrand, self.process))
         self.log_insertion_rates = jax.jit(
@@ -316,13 +335,11 @@ class Checked:
         """t [T], P(m of n left) [T, n, m] and the log of the rate at which each missing token comes back [T, n, m]."""
         t = np.concatenate([[0.0], np.geomspace(EPS / 10, 1, NUM_GRID)])
         n = np.arange(K)
-        kept = jax.jit(jax.vmap(lambda t: self.process.kept_probs(jnp.asarray(n), t)))(jnp.float32(t))
+        kept = jax.jit(jax.vmap(self.kept_probs))(np.float32(t))
         rows = list(itertools.product(range(len(t)), n, n))
         canvas = _canvas([plain([NUM_SPECIAL] * m) for _, _, m in rows], L)
         at, of_n = (np.array([row[i] for row in rows]) for i in (0, 1))
-        log_back = jax.jit(self.process.log_missing_rate)(
-            canvas, jnp.asarray(of_n), jnp.float32(np.maximum(t[at], t[1]))
-        )
+        log_back = jax.jit(self.process.log_missing_rate)(canvas, of_n, np.float32(np.maximum(t[at], t[1])))
         kept, log_back = np.asarray(kept, np.float64), np.asarray(log_back, np.float64).reshape(len(t), K, K)
         return t, kept, log_back
 
@@ -374,16 +391,16 @@ class Checked:
     def empty_error(self):
         """Of `start_nonempty`, of kept_probs and of the backward equation; and of `one_missing`."""
         t, kept, _ = self.chain
-        said = 1 - np.asarray(self.process.start_nonempty(jnp.arange(K)))
+        said = 1 - np.asarray(jax.jit(self.process.start_nonempty)(np.arange(K)))
         n, at = np.arange(1, K), NUM_GRID // 2
-        one = np.asarray(self.process.one_missing(jnp.asarray(n), jnp.full(len(n), t[at], jnp.float32)))
+        one = np.asarray(jax.jit(self.process.one_missing)(n, np.full(len(n), t[at], np.float32)))
         given_empty = kept[at, n, n - 1] * self.then_empty[at, n - 1] / self.then_empty[0, n]
         return max(np.abs(x).max() for x in (said - kept[-1, :, 0], said - self.then_empty[0], one - given_empty))
 
     def mask_probs(self, world: World, t: float, *, to_empty: bool) -> np.ndarray:
         """P(mask | text) [P] of each pair, if `to_empty` given that nothing is left at t = 1."""
         n, m = world.pair_n, world.pair_m
-        kept = np.asarray(self.process.kept_probs(jnp.arange(K), jnp.float32(t)), np.float64)
+        kept = np.asarray(self.kept_probs(np.float32(t)), np.float64)
         probs = kept[n, m] / scipy.special.comb(n, m)
         if to_empty:
             at = [np.interp(t, self.chain[0], self.then_empty[:, left]) for left in range(K)]
@@ -403,7 +420,7 @@ class Checked:
         p_values = []
         for t in (0.1, 0.4, 0.8):
             rows = len(world.texts) * num
-            _, targets = corrupt(_keys(int(100 * t), rows), x0, jnp.full(rows, t, jnp.float32))
+            _, targets = corrupt(_keys(int(100 * t), rows), x0, np.full(rows, t, np.float32))
             mask = np.asarray(targets.dropped) @ 2 ** np.arange(L)
             seen = np.bincount(pair_of[np.arange(rows) // num, mask], minlength=len(world.pairs))
             probs = self.mask_probs(world, t, to_empty=to_empty)
@@ -454,15 +471,15 @@ class Checked:
         truth's or those of a network that is wrong in every state."""
         world = plain_world()
         N = len(world.states)
-        clock = jnp.asarray(np.repeat(times, N), jnp.float32)
-        scores = self.posterior(world, jnp.asarray(np.tile(np.arange(N), len(times))), clock)
+        clock = np.repeat(np.float32(times), N)
+        scores = jax.device_get(self.posterior(world, np.tile(np.arange(N), len(times)), clock))
         if wrong:
             table = self.random_table(N, 4)
             change = {name: np.tile(0.5 * x, (len(times), *[1] * (x.ndim - 1))) for name, x in table.items()}
             scores = dataclasses.replace(
                 scores,
-                logits=jnp.asarray(np.asarray(scores.logits) + change["logits"]),
-                length_logits=jnp.asarray(np.maximum(scores.length_logits, -3.0) + change["length"]),
+                logits=scores.logits + change["logits"],
+                length_logits=np.maximum(scores.length_logits, -3.0) + change["length"],
             )
         return _tiled(_Tables.of(world).canvas, len(times)), clock, scores
 
@@ -521,8 +538,7 @@ class Checked:
     def truth_table(self):
         world, (_, times) = small_world(), self.expected_gradient
         N = len(world.states)
-        state = jnp.asarray(np.tile(np.arange(N), len(times)))
-        scores = self.posterior(world, state, jnp.asarray(np.repeat(times, N), jnp.float32))
+        scores = self.posterior(world, np.tile(np.arange(N), len(times)), np.repeat(np.float32(times), N))
         letter = np.arange(V) >= NUM_SPECIAL
         return {"logits": np.where(letter, scores.logits, 0.0), "length": np.asarray(scores.length_logits)}
 
@@ -579,15 +595,15 @@ class Checked:
     def bounds(self, *, wrong: bool):
         """The bound [texts] of each text of the plain world, by the midpoint rule in u and over all masks."""
         world = plain_world()
-        u = jnp.asarray((np.arange(NUM_NODES) + 0.5) / NUM_NODES, jnp.float32)
+        u = np.float32((np.arange(NUM_NODES) + 0.5) / NUM_NODES)
         t, weight = (np.asarray(x) for x in jax.jit(likelihood.bound_times, static_argnums=0)(self.process, u))
-        clock = jnp.asarray(np.repeat(t, len(world.pairs)), jnp.float32)
+        clock = np.repeat(np.float32(t), len(world.pairs))
         pairs = worlds.corrupted(world.pairs, np.zeros(len(world.pairs)), L, VOCABULARY)
         canvas, targets = _tiled(pairs, NUM_NODES)
         targets = targets.replace(t=clock)
         _, _, scores = self.at_all_states(np.maximum(t, EPS), wrong)
         entry = (np.arange(NUM_NODES)[:, None] * len(world.states) + world.pair_state).reshape(-1)
-        scores = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[entry]), scores)
+        scores = jax.tree.map(lambda x: x[entry], scores)
         value = np.asarray(self.integrand(scores, canvas, targets), np.float64).reshape(NUM_NODES, -1)
         result = np.zeros(len(world.texts))
         for i in range(NUM_NODES):
@@ -808,7 +824,7 @@ def _safe_log(x):
 
 
 def _tiled(rows, times: int):
-    return jax.tree.map(lambda x: jnp.asarray(np.tile(x, (times, *[1] * (x.ndim - 1)))), rows)
+    return jax.tree.map(lambda x: np.tile(x, (times, *[1] * (x.ndim - 1))), rows)
 
 
 def _normal(rng, shape):

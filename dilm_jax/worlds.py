@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS, Canvas, Example, InsertionTargets, Vocabulary, drop_tokens
@@ -148,13 +147,9 @@ def to_example(texts: list[Text], max_length: int, fill: int = 0) -> Example:
         n = len(text.tokens)
         tokens[b, :n], frozen[b, :n], open_gap[b, : n + 1] = text.tokens, text.frozen, text.open_gap
     length = np.array([len(text.tokens) for text in texts], np.int32)
-    return Example(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(length),
-        frozen=jnp.asarray(frozen),
-        open_gap=jnp.asarray(open_gap),
-        num_bytes=jnp.asarray(np.zeros(B, np.int32)),
-    )
+    num_bytes = np.zeros(B, np.int32)
+    example = Example(tokens=tokens, length=length, frozen=frozen, open_gap=open_gap, num_bytes=num_bytes)
+    return jax.device_put(example)
 
 
 def to_text(canvas: Canvas, row: int) -> Text:
@@ -178,8 +173,7 @@ def corrupted(
     dropped = np.zeros((len(pairs), max_length), bool)
     for b, (_, positions) in enumerate(pairs):
         dropped[b, list(positions)] = True
-    canvas, gap = _drop(x0, jnp.asarray(dropped), vocabulary)
-    targets = InsertionTargets(
-        tokens=x0.tokens, gap=gap, dropped=jnp.asarray(dropped), x0=x0, t=jnp.asarray(t, jnp.float32)
-    )
+    dropped, t = jax.device_put((dropped, np.float32(t)))
+    canvas, gap = _drop(x0, dropped, vocabulary)
+    targets = InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
     return canvas, targets

@@ -19,7 +19,7 @@ SELFCHECK = "dilm_jax.selfcheck"
 
 def test_what_all_families_share_holds():
     rows = list(selfcheck.check_all([selfcheck.SHARED]))
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert all(row.holds for row in rows), [row for row in rows if not row.holds]
 
 
@@ -147,11 +147,23 @@ FAULTS = {
         "jnp.log(missing)",
         "insertions one by one",
     ),
-    "Gumbel noise in bfloat16": (
+    "Gumbel noise added in bfloat16": (
+        "joint", "sampling.py",
+        "logits + noise.reshape(logits.shape)",
+        "logits.astype(jnp.bfloat16) + noise.reshape(logits.shape).astype(jnp.bfloat16)",
+        "drawn uniformly",
+    ),
+    "Gumbel noise drawn in bfloat16": (
+        "joint", "sampling.py",
+        '(logits[0].size,), mode="high")',
+        "(logits[0].size,), jnp.bfloat16)",
+        "drawn uniformly",
+    ),
+    "Gumbel noise rounded to bfloat16": (
         "joint", "sampling.py",
         "noise.reshape(logits.shape)",
         "jax.lax.reduce_precision(noise, 8, 7).reshape(logits.shape)",
-        "drawn uniformly",
+        "scores apart by 1e-6",
     ),
     "tokens clipped into the last column": (
         "joint", "canvas.py",
