@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,18 @@ import numpy as np
 import optax
 from flax import nnx
 
+import dilm_jax
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
-from dilm_jax import sharding, train, worlds
+from dilm_jax import evals, sharding, train, worlds
 from dilm_jax.backbone import Transformer
 from dilm_jax.canvas import Canvas, Example, Vocabulary
+from dilm_jax.config import Parts
 from dilm_jax.data import loader
+from dilm_jax.data.sources import File
 from dilm_jax.data.star import TASKS, StarSource
+from dilm_jax.data.task import make_example
+from dilm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Process
 from dilm_jax.processes.registry import PROCESSES
@@ -100,21 +106,16 @@ def star_easy() -> Corpus:
 
 def sentences(lines: list[str], max_length: int) -> Corpus:
     """In bytes; those that fit."""
-    ids = [[5 + byte for byte in line.encode()] for line in lines]
-    return Corpus(
-        texts_of(ids, max_length), Vocabulary(size=261, pad=0, cls=1, bos=2, eos=3, mask=4), _sigma(35.0, 700.0)
-    )
+    return _corpus(load_tokenizer("bytes"), lines, max_length, _sigma(35.0, 700.0))
 
 
 def word_pieces(lines: list[str], max_length: int) -> Corpus:
-    """In BERT's word pieces; those that fit. BOS and EOS are two of its unused entries."""
-    from transformers import BertTokenizer
+    """In BERT's word pieces; those that fit."""
+    return _corpus(load_tokenizer(BERT_VOCABULARY), lines, max_length, _sigma(15.0, 300.0))
 
-    tokenizer = BertTokenizer.from_pretrained(BERT_VOCABULARY)
-    ids = [tokenizer(line, add_special_tokens=False)["input_ids"] for line in lines]
-    pad, cls, mask = tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.mask_token_id
-    vocabulary = Vocabulary(size=len(tokenizer), pad=pad, cls=cls, bos=1, eos=2, mask=mask)
-    return Corpus(texts_of(ids, max_length), vocabulary, _sigma(15.0, 300.0))
+
+def _corpus(tokenizer: Tokenizer, lines: list[str], max_length: int, sigma) -> Corpus:
+    return Corpus(texts_of(map(tokenizer.encode, lines), tokenizer.vocabulary, max_length), tokenizer.vocabulary, sigma)
 
 
 def _sigma(smallest: float, largest: float) -> dict[str, tuple[float, float]]:
@@ -122,20 +123,38 @@ def _sigma(smallest: float, largest: float) -> dict[str, tuple[float, float]]:
     return {"joint": (smallest, largest), "independent": (0.1, 40.0)}
 
 
-def texts_of(ids: list[list[int]], L: int) -> Example:
+def texts_of(ids: Iterable[list[int]], vocabulary: Vocabulary, L: int) -> Example:
     """Every token free, every gap open. Texts that do not fit are left out."""
-    rows = [
-        {
-            "tokens": np.array(row + [0] * (L - len(row)), np.int32),
-            "length": np.array(len(row), np.int32),
-            "frozen": np.zeros(L, bool),
-            "open_gap": np.arange(L + 1) <= len(row),
-            "num_bytes": np.array(0, np.int32),
-        }
-        for row in ids
-        if len(row) <= L
-    ]
-    return Example(**loader.stack(rows))
+    return Example(**loader.stack([make_example(vocabulary, L, (), row) for row in ids if len(row) <= L]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Parts of a config, with parameters that are fresh or a run's."""
+
+    name: str
+    parts: Parts
+    params: Any
+    trained: bool
+
+    @classmethod
+    def of_run(cls, workdir: str) -> "Loaded":
+        run = dilm_jax.load(workdir)
+        return cls(str(run.workdir), run.parts, run.params, True)
+
+    def texts(self, split: str, first: int, num: int) -> Example:
+        """So many, from the start again where the split ends."""
+        source = self.parts.task.source(split)
+        return Example(**loader.stack([source[(first + i) % len(source)] for i in range(num)]))
+
+    @functools.cached_property
+    def samplers(self) -> Samplers:
+        return Samplers(self.parts.process, self.network, self.parts.filters)
+
+    @functools.cached_property
+    def network(self):
+        """Jitted (canvas, t) → scores."""
+        return jax.jit(functools.partial(evals.network(self.parts, ONE_DEVICE), self.params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +208,10 @@ class Model:
         rows = np.random.default_rng(step).integers(len(self.corpus.texts.length), size=batch_size)
         return jax.tree.map(lambda x: jnp.asarray(x[rows]), self.corpus.texts)
 
-    def trained(self, num_steps: int, learning_rate: optax.ScalarOrSchedule = 1e-3):
+    def trained(self, num_steps: int):
         """Parameters after so many steps of Adam on the default loss."""
         params, _ = self.network
-        gradients, optimizer = self.gradients([DEFAULT]), optax.adam(learning_rate)
+        gradients, optimizer = self.gradients([DEFAULT]), optax.adam(1e-3)
         update = jax.jit(optimizer.update)
         state = optimizer.init(params)
         for step in range(num_steps):
@@ -204,9 +223,7 @@ class Model:
 
 def read_lines(path: str) -> list[str]:
     """Of the text file that --data names."""
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--data: no file {path}")
-    return pathlib.Path(path).read_text("utf-8").splitlines()
+    return [row.text for row in File(path=path, unit="line", field="text")]
 
 
 def print_row(cells: Sequence, *, header: bool = False) -> None:

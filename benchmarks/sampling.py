@@ -9,8 +9,6 @@ For networks as initialised (--config; all lengths are then equally likely) or a
    standard errors, drawn as the run's config says (greedy, for star graphs).
 """
 
-import dataclasses
-import functools
 import math
 import pathlib
 import runpy
@@ -24,14 +22,12 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-import dilm_jax
-from benchmarks.common import ONE_DEVICE, Samplers, Setting, event, grids, print_row, row_keys, write_json
+from benchmarks.common import Loaded, Setting, event, grids, print_row, row_keys, write_json
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import cli, evals
+from dilm_jax import cli
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import Canvas, Example
-from dilm_jax.config import Parts
-from dilm_jax.data import loader, star
+from dilm_jax.data import star
 
 _CONFIG = flags.DEFINE_list(
     "config",
@@ -54,38 +50,17 @@ SETTINGS |= grids(16, 64)
 TIMED: Setting = event()
 
 
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """Parts of a config, with parameters that are fresh or trained."""
-
-    name: str
-    parts: Parts
-    params: Any
-    trained: bool
-
-    def graphs(self, first: int, num: int) -> Example:
-        source = self.parts.sources["test"]
-        return jax.tree.map(
-            jnp.asarray, Example(**loader.stack([source[(first + i) % len(source)] for i in range(num)]))
-        )
-
-    @functools.cached_property
-    def samplers(self) -> Samplers:
-        return Samplers(self.parts.process, self.network, self.parts.filters)
-
-    @functools.cached_property
-    def network(self):
-        """Jitted (canvas, t) → scores."""
-        return jax.jit(functools.partial(evals.network(self.parts, ONE_DEVICE), self.params))
-
-    def prompts(self, x0: Example) -> Canvas:
-        return canvas_lib.drop_tokens(x0, x0.free, self.parts.process.vocabulary)[0]
+def prompts(net: Loaded, x0: Example) -> Canvas:
+    return canvas_lib.drop_tokens(x0, x0.free, net.parts.process.vocabulary)[0]
 
 
-def networks() -> list[Network]:
+def graphs(net: Loaded, first: int, num: int) -> Example:
+    return jax.tree.map(jnp.asarray, net.texts("test", first, num))
+
+
+def networks() -> list[Loaded]:
     if _WORKDIR.value:
-        runs = [dilm_jax.load(workdir) for workdir in _WORKDIR.value]
-        return [Network(str(run.workdir), run.parts, run.params, True) for run in runs]
+        return [Loaded.of_run(workdir) for workdir in _WORKDIR.value]
     made = []
     for name in _CONFIG.value:
         path, _, variant = name.partition(":")
@@ -95,7 +70,7 @@ def networks() -> list[Network]:
         config_lib.validate_values(config)
         parts = config_lib.build(config)
         params = nnx.to_pure_dict(nnx.state(parts.init_network(0), nnx.Param))
-        made.append(Network(pathlib.Path(path).stem + (f":{variant}" if variant else ""), parts, params, False))
+        made.append(Loaded(pathlib.Path(path).stem + (f":{variant}" if variant else ""), parts, params, False))
     return made
 
 
@@ -112,12 +87,12 @@ def seconds(run: Callable[[int], Any]) -> float:
     return (time.monotonic() - start) / repeats
 
 
-def python_loop(net: Network) -> Callable[[int], Any]:
+def python_loop(net: Loaded) -> Callable[[int], Any]:
     """One sequence: a network call and an `advance` at a time, until it is done."""
     name, options = TIMED
     sampler = net.parts.process.samplers(options)[name]
     advance = jax.jit(lambda scores, state: sampler.advance(scores, state, net.parts.filters))
-    start, prompt = jax.jit(sampler.start), net.prompts(net.graphs(0, 1))
+    start, prompt = jax.jit(sampler.start), prompts(net, graphs(net, 0, 1))
 
     def run(i: int):
         state = start(row_keys(i, 1), prompt)
@@ -128,14 +103,14 @@ def python_loop(net: Network) -> Callable[[int], Any]:
     return run
 
 
-def speed(net: Network, batches: list[int]) -> list[dict]:
+def speed(net: Loaded, batches: list[int]) -> list[dict]:
     """Sequences/s in the loop, then by batch size, with the milliseconds of a network call."""
     loop = 1 / seconds(python_loop(net))
     rows = [{"how": "Python loop", "batch": 1, "sequences_per_s": loop, "ratio": 1.0, "call_ms": None}]
     for batch in batches:
-        prompts, at_one = net.prompts(net.graphs(0, batch)), jnp.ones(batch)
-        rate = batch / seconds(lambda i, b=batch, p=prompts: net.samplers(TIMED, row_keys(i, b), p))
-        call = 1000 * seconds(lambda _, p=prompts, t=at_one: net.network(p, t))
+        canvas, at_one = prompts(net, graphs(net, 0, batch)), jnp.ones(batch)
+        rate = batch / seconds(lambda i, b=batch, p=canvas: net.samplers(TIMED, row_keys(i, b), p))
+        call = 1000 * seconds(lambda _, p=canvas, t=at_one: net.network(p, t))
         rows.append({"how": "jitted", "batch": batch, "sequences_per_s": rate, "ratio": rate / loop, "call_ms": call})
     return rows
 
@@ -143,12 +118,12 @@ def speed(net: Network, batches: list[int]) -> list[dict]:
 # --- Calls -----------------------------------------------------------------------------------------------------------
 
 
-def calls(net: Network, setting: Setting, num: int) -> dict:
+def calls(net: Loaded, setting: Setting, num: int) -> dict:
     """Means over the first `num` test graphs."""
     batch_size, rows = min(num, 250), []
     for first in range(0, num, batch_size):
-        x0 = net.graphs(first, batch_size)
-        state = jax.device_get(net.samplers(setting, row_keys(first, batch_size), net.prompts(x0)))
+        x0 = graphs(net, first, batch_size)
+        state = jax.device_get(net.samplers(setting, row_keys(first, batch_size), prompts(net, x0)))
         tokens, length = map(np.asarray, canvas_lib.content(state.canvas))
         right = star.score(x0, tokens, length)["exact_match"]
         inserted = length - np.asarray(x0.frozen.sum(-1))

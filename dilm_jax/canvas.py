@@ -24,7 +24,8 @@ NUM_SPECIAL_COLUMNS = 2  # CLS and BOS precede the content
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Token ids: `size` of them in all, five of which are special and never part of the data.
+    """Token ids: `size` of them in all, five of which are special and never part of the data. `reserved` are others
+    that no data has, such as a tokenizer's special tokens that have no part here.
 
     Raises:
       ValueError: if two special tokens share an id, or one is outside [0, size).
@@ -36,11 +37,12 @@ class Vocabulary:
     bos: int
     eos: int
     mask: int
+    reserved: tuple[int, ...] = ()
 
     def __post_init__(self):
         if len(set(self.special)) < len(self.special):
             raise ValueError(f"special token ids must be distinct, got {self.special} (pad, cls, bos, eos, mask)")
-        outside = [i for i in self.special if not 0 <= i < self.size]
+        outside = [i for i in (*self.special, *self.reserved) if not 0 <= i < self.size]
         if outside:
             raise ValueError(f"special token ids {outside} are outside the vocabulary of {self.size} ids")
 
@@ -50,9 +52,9 @@ class Vocabulary:
 
     @property
     def ordinary(self) -> np.ndarray:
-        """Which ids are data: bool[V], False at the five special ids."""
+        """Which ids are data: bool[V], False at special and reserved ids."""
         ordinary = np.ones(self.size, bool)
-        ordinary[list(self.special)] = False
+        ordinary[[*self.special, *self.reserved]] = False
         return ordinary
 
 
@@ -66,7 +68,7 @@ class Example:
     length: Int[Array, " B"]  # number of content tokens
     frozen: Bool[Array, "B L"]
     open_gap: Bool[Array, "B L+1"]
-    num_bytes: Int[Array, " B"]  # UTF-8 bytes of the raw text, for bits/byte; 0 where the data are not text
+    num_bytes: Int[Array, " B"]  # UTF-8 bytes of the raw text, for bits/byte; −1: not text, or truncated
 
     @property
     def max_length(self) -> int:

@@ -8,14 +8,19 @@ and the loop, read a ConfigDict.
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
 from flax import nnx
 
 from dilm_jax.backbone import Transformer
-from dilm_jax.data.star import SPLIT_SIZES, TASKS, StarSource, StarTask
+from dilm_jax.data.sources import UNITS
+from dilm_jax.data.star import SPLIT_SIZES, TASKS, StarGraphs
+from dilm_jax.data.store import OVERLONG
+from dilm_jax.data.task import Task
+from dilm_jax.data.text import TextTask, open_text
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Process
 from dilm_jax.processes.registry import PROCESSES
@@ -27,8 +32,10 @@ FIXED_ON_RESUME = ("model", "process", "data", "seed", "batch_size")
 
 MAX_TOTAL = 1e4  # of the noise: what special.log_S is exact for
 CHOICES = {
-    "data.source": ("star",),
+    "data.source": ("star", "text"),
     "data.difficulty": tuple(TASKS),
+    "data.unit": UNITS,
+    "data.overlong": OVERLONG,
     "process.family": tuple(PROCESSES),
     "process.schedule.name": tuple(SCHEDULES),
     "model.dtype": ("float32", "bfloat16"),
@@ -57,7 +64,18 @@ class _AtLeastOne:
 # Keys that have an effect only where all values of one of these hold: refused otherwise, unless at their default.
 _ONE_EVENT = {"sampling.sampler": ("event",), "sampling.events_per_call": (1,)}
 _CHOOSES_A_GAP = ({"process.family": ("joint",)}, _ONE_EVENT)
+_STAR, _TEXT = ({"data.source": ("star",)},), ({"data.source": ("text",)},)
 NEEDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "data.difficulty": _STAR,
+    "data.seed": _STAR,
+    "data.path": _TEXT,
+    "data.origin": _TEXT,
+    "data.tokenizer": _TEXT,
+    "data.max_length": _TEXT,
+    "data.unit": _TEXT,
+    "data.field": _TEXT,
+    "data.overlong": _TEXT,
+    "eval.num_samples": _TEXT,
     "loss.targets": ({"loss.alignment": ("sampled",)},),
     "loss.max_weight": ({"loss.weighting": ("elbo",)},),
     "optim.cosine_cycles": ({"optim.schedule": ("cosine",)},),
@@ -81,9 +99,16 @@ def default_config() -> ml_collections.ConfigDict:
     config.num_steps = 80_000  # optimizer steps
 
     config.data = ml_collections.ConfigDict()
-    config.data.source = "star"
-    config.data.difficulty = "easy"
+    config.data.source = "star"  # or "text"
+    config.data.difficulty = "easy"  # of star graphs
     config.data.seed = 0  # of the graphs themselves
+    config.data.path = ""  # of text: what `prepare` made, or a source that it takes, which is then held in memory
+    config.data.origin = ""  # the --source of `prepare` that made it, and where that is: said where nothing is there
+    config.data.tokenizer = "bytes"  # or "chars", or a Hugging Face name or directory
+    config.data.max_length = 128  # tokens of the longest text, special columns not counted
+    config.data.unit = "line"  # what of a file is one text
+    config.data.field = "text"  # of a row of jsonl or csv
+    config.data.overlong = "truncate"  # what happens to longer texts
     config.data.infill_fraction = 0.0  # of the training examples that become infills, for generate --infill
 
     config.model = ml_collections.ConfigDict()
@@ -157,8 +182,9 @@ def default_config() -> ml_collections.ConfigDict:
     config.sampling.gap_top_p = 1.0
 
     config.eval = ml_collections.ConfigDict()
-    config.eval.num_valid = 100  # examples of the periodic evaluation
-    config.eval.num_test = 5_000  # examples of the evaluation after training
+    config.eval.num_valid = 100  # examples of the periodic evaluation, or as many as there are
+    config.eval.num_test = 5_000  # examples of the evaluation after training, or as many as there are
+    config.eval.num_samples = 0  # of them for which a text is generated; 0: all
     config.eval.batch_size = 100  # examples sampled at once
     config.eval.num_times = 4  # draws of the noising time an example for the likelihood bound
     return config.lock()
@@ -223,7 +249,7 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
             "sampling.sampler='euler' or loss.length='cross_entropy'"
         )
     for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
-        if _get(config, key) > SPLIT_SIZES[split]:
+        if config.data.source == "star" and _get(config, key) > SPLIT_SIZES[split]:
             raise ValueError(
                 f"config.{key} is {_get(config, key)}, but the {split} split has {SPLIT_SIZES[split]} examples"
             )
@@ -273,8 +299,17 @@ _POSITIVE = (
     "eval.num_test",
     "eval.batch_size",
     "eval.num_times",
+    "data.max_length",
 )
-_NOT_NEGATIVE = ("seed", "data.seed", "optim.warmup_steps", "optim.floor", "optim.weight_decay", "optim.adam_eps")
+_NOT_NEGATIVE = (
+    "eval.num_samples",
+    "seed",
+    "data.seed",
+    "optim.warmup_steps",
+    "optim.floor",
+    "optim.weight_decay",
+    "optim.adam_eps",
+)
 
 
 def mesh_shape(config: ml_collections.ConfigDict, num_devices: int) -> dict[str, int]:
@@ -297,9 +332,8 @@ def mesh_shape(config: ml_collections.ConfigDict, num_devices: int) -> dict[str,
 class Parts:
     """What a config describes."""
 
-    task: StarTask
+    task: Task
     process: Process
-    sources: dict[str, StarSource]
     sampler: str  # a key of process.samplers(sampling)
     sampling: SamplingOptions
     filters: Filters
@@ -313,9 +347,9 @@ class Parts:
         )
 
 
-def build(config: ml_collections.ConfigDict) -> Parts:
-    """The parts of a validated config."""
-    task = TASKS[config.data.difficulty]
+def build(config: ml_collections.ConfigDict, workdir: pathlib.Path | None = None) -> Parts:
+    """The parts of a validated config; `workdir`, where a run is loaded, has its tokenizer."""
+    task = TASK_OF[config.data.source](config.data, workdir)
     process = PROCESSES[config.process.family](
         vocabulary=task.vocabulary,
         max_length=task.max_length,
@@ -327,9 +361,6 @@ def build(config: ml_collections.ConfigDict) -> Parts:
     return Parts(
         task=task,
         process=process,
-        sources={
-            split: StarSource(task=task, split=split, seed=config.data.seed) for split in ("train", "valid", "test")
-        },
         sampler=config.sampling.sampler,
         sampling=SamplingOptions(
             num_steps=config.sampling.num_steps,
@@ -342,6 +373,21 @@ def build(config: ml_collections.ConfigDict) -> Parts:
         model=dict(config.model),
         matmul_precision=config.train.matmul_precision,
     )
+
+
+def _star_task(data: ml_collections.ConfigDict, workdir: pathlib.Path | None) -> StarGraphs:
+    return StarGraphs(graphs=TASKS[data.difficulty], seed=data.seed)
+
+
+def _text_task(data: ml_collections.ConfigDict, workdir: pathlib.Path | None) -> TextTask:
+    options = {key: data[key] for key in ("path", "origin", "tokenizer", "max_length", "unit", "field", "overlong")}
+    return open_text(**options, workdir=workdir)
+
+
+TASK_OF: dict[str, Callable[[ml_collections.ConfigDict, pathlib.Path | None], Task]] = {
+    "star": _star_task,
+    "text": _text_task,
+}
 
 
 def loss_config(config: ml_collections.ConfigDict) -> LossConfig:
@@ -461,6 +507,66 @@ STAR_PAPER = {
 }
 
 
+# Where the paper's texts come from.
+LM1B = (
+    "lm1b:1-billion-word-language-modeling-benchmark-r13output.tar.gz "
+    "(https://www.statmt.org/lm-benchmark/1-billion-word-language-modeling-benchmark-r13output.tar.gz)"
+)
+OWT = "hf:Skylion007/openwebtext (https://huggingface.co/datasets/Skylion007/openwebtext)"
+
+# The paper's optimizer for language models. Its code multiplies the loss by 1e-3, which Adam does not see but for ε and
+# the clipped norm: 5e-6 and 0.5 there are 5e-3 and 500 of the loss itself, in nats a text. Where text (a learning rate
+# of 1e-4) and table (5e-5 and 1e-5) differ, the table.
+LM_OPTIM = {
+    "schedule": "cosine",
+    "warmup_steps": 2_000,
+    "cosine_cycles": 4.0,
+    "floor": 1e-6,
+    "weight_decay": 0.03,
+    "adam_eps": 5e-3,
+    "clip_norm": 500.0,
+}
+
+# The paper's language models, schedule aside. Decoding: gaps greedy, tokens by top-p 0.9.
+LM_PAPER = STAR_PAPER | {
+    "sampling.num_steps": 1024,
+    "sampling.gap_temperature": 0.0,
+}
+
+# The paper's network, for a GPU.
+TEXT_LARGE = {
+    "batch_size": 256,
+    "model.num_layers": 12,
+    "model.width": 768,
+    "model.num_heads": 12,
+    "model.mlp_width": 3072,
+    "model.cond_width": 384,
+    "model.dropout": 0.1,
+    "model.dtype": "bfloat16",
+    "optim.learning_rate": 3e-4,
+}
+
+# A text from nothing in seconds: English sentences of this repository, cut to 32 bytes.
+LM_SMOKE = {
+    "data.path": str(pathlib.Path(__file__).parents[1] / "tests" / "data" / "sotu.txt"),
+    "data.tokenizer": "bytes",
+    "data.max_length": 32,
+    "data.unit": "line",
+    "data.overlong": "truncate",
+    "eval.num_samples": 4,
+}
+
+
+def language_model() -> ml_collections.ConfigDict:
+    """The defaults of a model of texts: the likelihood bound as its loss, texts from nothing at temperature 1."""
+    config = default_config()
+    config.data.source = "text"
+    config.process.eps = 1e-4
+    config.loss.update(weighting="elbo", time_sampling="importance")
+    config.sampling.update(temperature=1.0, gap_temperature=1.0, top_p=0.9)
+    return config
+
+
 def select(
     config: ml_collections.ConfigDict, variant: str | None, **variants: dict[str, Any]
 ) -> ml_collections.ConfigDict:
@@ -469,7 +575,8 @@ def select(
     Raises:
       ValueError: for a variant that the config does not have.
     """
-    variants = {"smoke": SMOKE, **variants}
+    smoke = SMOKE | (LM_SMOKE if config.data.source == "text" else {})
+    variants = {"smoke": smoke, **variants}
     if variant and variant not in variants:
         raise ValueError(f"unknown variant :{variant}; this config has {', '.join(f':{name}' for name in variants)}")
     config.update_from_flattened_dict(variants[variant] if variant else {})

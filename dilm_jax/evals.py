@@ -1,7 +1,10 @@
-"""The task's evaluation: complete the prompts of a split, compare with the answers, count network calls."""
+"""The task's evaluation: generate anew what is free in a split's texts, score it, count network calls; and the
+likelihood bound of the texts."""
 
+import dataclasses
 import functools
 import json
+import math
 import pathlib
 import subprocess
 from collections.abc import Callable, Mapping
@@ -15,11 +18,14 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import coverage, likelihood, metrics, sampling, schedules, sharding
+from dilm_jax import coverage, likelihood, metrics, sampling, schedules, sharding, text_metrics
 from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example
 from dilm_jax.config import Parts
-from dilm_jax.data import loader, star
+from dilm_jax.data import loader
+from dilm_jax.data.task import Task
+from dilm_jax.data.text import TextTask
+from dilm_jax.judge import Judge, JudgeResult, Protocol
 from dilm_jax.processes.base import Process
 from dilm_jax.request import Request
 
@@ -116,46 +122,99 @@ def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) 
 
 
 class Evaluator:
-    """Evaluates a split. The batch size, rounded up to fill the devices, is a matter of memory only."""
+    """Evaluates a split. The batch size, rounded up to fill the devices, is a matter of memory only. Texts are
+    generated for the first `num_samples` examples only (0: for all)."""
 
-    def __init__(self, parts: Parts, mesh, batch_size: int, num_times: int):
+    def __init__(self, parts: Parts, mesh, batch_size: int, num_times: int, num_samples: int = 0, bound: bool = True):
         self._parts, self._mesh, self._batch_size = parts, mesh, sharding.fill_up(batch_size, mesh)
+        self._num_samples = num_samples or math.inf
         self._sample = make_sampler(parts, mesh)
-        self._process = parts.process if isinstance(parts.process, likelihood.Bounded) else None
+        self._process = parts.process if bound and isinstance(parts.process, likelihood.Bounded) else None
         self._bound = make_bound(parts, self._process, mesh, num_times) if self._process else None
 
     def __call__(
         self, params, split: str, num_examples: int | None, seed: int
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Means over the first `num_examples` (None: all) of the split, by metric; and one dict a sample.
+        """Figures of the first `num_examples` (None: all) of the split, by metric; and one dict a sample.
 
         Raises ValueError for an unknown split, or more examples than it has.
         """
-        if split not in self._parts.sources:
-            raise ValueError(f"unknown split {split!r}; choose one of {', '.join(self._parts.sources)}")
-        batches = loader.eval_batches(self._parts.sources[split], self._batch_size, num_examples)
+        task = self._parts.task
+        batches = loader.eval_batches(task.source(split), self._batch_size, num_examples)
         rows = loader.local_rows(self._batch_size, jax.process_index(), jax.process_count())
-        samples, bounds = [], []
+        samples, bounds, references, generated = [], [], [], []
         for step in range(len(batches)):
             reference = Example(**batches.batch(step))
             index = np.arange(self._batch_size) + step * self._batch_size
             local = jax.tree.map(lambda x: x[rows], (reference, np.full(index.shape, seed, np.uint32), index))
             inputs = sharding.put_batch(local, self._mesh, self._batch_size)
-            drawn = multihost_utils.process_allgather(self._sample(params, *inputs, None), tiled=True)
-            scores = star.score(reference, drawn.tokens, drawn.length)
             real = np.flatnonzero(batches.weight(step))
-            for b in real:
-                samples.append(describe_sample(reference, drawn, scores, int(b), len(samples)))
+            references += [content_ids(reference.tokens[b], reference.length[b]) for b in real]
+            if index[0] < self._num_samples:
+                drawn = multihost_utils.process_allgather(self._sample(params, *inputs, None), tiled=True)
+                scores = task.score(reference, drawn.tokens, drawn.length)
+                for b in real[index[real] < self._num_samples]:
+                    samples.append(describe_sample(task, reference, drawn, scores, int(b), len(samples)))
+                    generated.append(content_ids(drawn.tokens[b], drawn.length[b]))
             if self._bound:
                 draws = multihost_utils.process_allgather(self._bound(params, *inputs), tiled=True)
                 n = np.asarray(reference.free).sum(-1)
                 bounds.append((draws[real], n[real], np.asarray(reference.num_bytes)[real]))
-        results = {name: float(np.mean([row[name] for row in samples])) for name in _AVERAGED}
+        averaged = [name for name, value in samples[0].items() if isinstance(value, int | float) and name != "index"]
+        results = {name: float(np.mean([row[name] for row in samples])) for name in averaged}
+        results |= task.summarize(references, generated)
+        data = task.summarize(references, references[: len(generated)])
         if self._process:
             draws, n, num_bytes = map(np.concatenate, zip(*bounds, strict=True))
-            results |= likelihood.summarize(draws.T, n, num_bytes)
-            results["p_start_nonempty"] = float(np.mean(self._process.start_nonempty(jnp.asarray(n))))
-        return {f"eval/{name}": value for name, value in results.items()}, samples
+            bound = likelihood.summarize(draws.T, n, num_bytes)
+            if not task.lossless and "nelbo_bits_per_byte" in bound:  # never to be compared with those of raw text
+                bound["nelbo_bits_per_byte_lossy"] = bound.pop("nelbo_bits_per_byte")
+            results |= bound | {"p_start_nonempty": float(np.mean(self._process.start_nonempty(jnp.asarray(n))))}
+        return {f"data/{name}": value for name, value in data.items()} | {
+            f"eval/{name}": value for name, value in results.items()
+        }, samples
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScorer:
+    """A judge and the protocol by which it is asked."""
+
+    judge: Judge
+    protocol: Protocol
+
+    def __call__(self, texts: list[str]) -> JudgeResult:
+        return self.judge.score(texts, self.protocol)
+
+
+def judged(scorer: TextScorer, references: list[str], generated: list[str]) -> dict[str, Any]:
+    """NLL of the data's texts and of those generated, in nats a token, how they were taken, and MAUVE if it is
+    installed."""
+    of_data, of_samples = scorer(references), scorer(generated)
+    figures = {
+        "data/judge_nll": of_data.nll,
+        "eval/judge_nll": of_samples.nll,
+        "judge_of_data": of_data.describe(),
+        "judge": of_samples.describe(),
+    }
+    mauve = text_metrics.mauve(generated, references)
+    return figures if mauve is None else figures | {"eval/mauve": mauve}
+
+
+def text_figures(
+    task: TextTask, split: str, num: int | None, texts: list[str], scorer: TextScorer | None
+) -> dict[str, Any]:
+    """What is said of texts that any system wrote, beside as many of a split's first `num` rows (None: all)."""
+    source = task.source(split)
+    references = [content_ids(row["tokens"], row["length"]) for row in (source[i] for i in range(num or len(source)))]
+    generated = [task.tokenizer.encode(text) for text in texts]
+    beside = references[: len(generated)]
+    figures = {f"data/{name}": value for name, value in task.summarize(references, beside).items()}
+    figures |= {f"eval/{name}": value for name, value in task.summarize(references, generated).items()}
+    return figures if scorer is None else figures | judged(scorer, [*map(task.tokenizer.decode, beside)], texts)
+
+
+def content_ids(tokens, length) -> list[int]:
+    return np.asarray(tokens)[: int(length)].tolist()
 
 
 def likelihood_note(parts: Parts, split: str, num: int = 1000) -> str | None:
@@ -163,23 +222,21 @@ def likelihood_note(parts: Parts, split: str, num: int = 1000) -> str | None:
     coverage.py)."""
     if not isinstance(parts.process, likelihood.Bounded):
         return f"{type(parts.process).__name__} has no likelihood bound: none is printed"
-    source = parts.sources[split]
+    source = parts.task.source(split)
     rows = [source[i] for i in range(min(num, len(source)))]
     return coverage.warning(parts.process, [int(row["length"] - row["frozen"].sum()) for row in rows])
 
 
-_AVERAGED = ("exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated")
-
-
-def describe_sample(reference: Example, drawn: Samples, scores: Mapping[str, np.ndarray], b: int, index: int) -> dict:
-    prompt_length = int(reference.frozen[b].sum())
-    ids = reference.tokens[b, : int(reference.length[b])].tolist()
-    generated = drawn.tokens[b, prompt_length : int(drawn.length[b])].tolist()
+def describe_sample(
+    task: Task, reference: Example, drawn: Samples, scores: Mapping[str, np.ndarray], b: int, index: int
+) -> dict[str, Any]:
+    num_prompt = int(reference.frozen[b].sum())
+    ids = content_ids(reference.tokens[b], reference.length[b])
     return {
         "index": index,
-        "prompt": star.format_prompt(ids[:prompt_length]),
-        "answer": star.format_path(ids[prompt_length:]),
-        "generated": star.format_path(generated),
+        "prompt": task.format_prompt(ids[:num_prompt]),
+        "answer": task.format_answer(ids[num_prompt:]),
+        "generated": task.format_answer(content_ids(drawn.tokens[b], drawn.length[b])[num_prompt:]),
         **{name: float(value[b]) for name, value in scores.items()},
         "nfe": int(drawn.nfe[b]),
         "saturated": int(drawn.saturated[b]),
@@ -212,7 +269,7 @@ def card(
     return {
         "split": split,
         "n": num,
-        "protocol": f"star_{parts.task.name}: complete the prompt, compare the whole answer; EMA weights, seed {seed}",
+        "protocol": f"{parts.task.name}: {parts.task.protocol}; EMA weights, seed {seed}",
         "sampler": f"{parts.sampler}, {effort}, gap {describe_filter(gap)}, token {describe_filter(token)}",
         "checkpoint": checkpoint,
         "commit": commit(),
@@ -241,17 +298,58 @@ def commit() -> str:
         return "unknown"
 
 
-def write_card(directory: pathlib.Path, results: Mapping[str, Any]) -> None:
+def write_card(path: pathlib.Path, results: Mapping[str, Any]) -> None:
     """A number that is not finite becomes null."""
     rows = {name: metrics.or_null(value) for name, value in results.items()}
-    (directory / "eval.json").write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
+    path.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
 
 
 def format_card(results: Mapping[str, Any]) -> str:
-    """The card as a table, a line a row."""
-    width = max(map(len, results))
-    rows = (
+    """The card, a line a figure; first, where the data have such figures too, theirs beside those of the samples."""
+    both = [name.removeprefix("data/") for name in results if name.startswith("data/")]
+    rest = {name: value for name, value in results.items() if name.partition("/")[2] not in both}
+    table = [["", *both], *(_table_row(row, f"{prefix}/", results, both) for row, prefix in _CARD_ROWS)] if both else []
+    width = max(map(len, rest))
+    lines = (
         f"{name:<{width}}  {value:.4f}" if isinstance(value, float) else f"{name:<{width}}  {value}"
-        for name, value in results.items()
+        for name, value in rest.items()
     )
-    return "\n".join(rows)
+    return "\n".join([*_aligned(table), *lines])
+
+
+_CARD_ROWS = (("data", "data"), ("samples", "eval"))
+
+
+def format_quality(cards: list[Mapping[str, Any]]) -> str:
+    """Cards of several samplers as a table, the data first."""
+    names = [name.removeprefix("eval/") for name in cards[0] if name.startswith("eval/")]
+    rows = [_table_row("data", "data/", cards[0], names)]
+    rows += [_table_row(card["sampler"].split(", gap")[0], "eval/", card, names) for card in cards]
+    return "\n".join(_aligned([["", *names], *rows]))
+
+
+def plot_quality(cards: list[Mapping[str, Any]], path: pathlib.Path) -> None:
+    """Figures of the samples over network calls, the data's as a line."""
+    from matplotlib.figure import Figure  # not pyplot: no display and no global state
+
+    names = [name for name in ("judge_nll", "entropy", "length_mean", "exact_match") if f"eval/{name}" in cards[0]]
+    figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        if f"data/{name}" in cards[0]:
+            axes.axhline(cards[0][f"data/{name}"], color="black", linewidth=0.8, label="data")
+        of_event, *of_grid = [(card["eval/nfe"], card[f"eval/{name}"]) for card in cards]
+        axes.plot(*of_event, "*", label="event")
+        axes.plot(*zip(*of_grid, strict=True), ".-", label=cards[-1]["sampler"].split(",")[0])
+        axes.set(xscale="log", xlabel="network calls a text", ylabel=name)
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=100)
+
+
+def _table_row(row: str, prefix: str, results: Mapping[str, Any], names: list[str]) -> list[str]:
+    values = (results.get(prefix + name) for name in names)
+    return [row, *("—" if value is None else f"{value:.4g}" for value in values)]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -4,7 +4,9 @@
 --corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=… --gap_top_p=…] [--seed=…
 --output=FILE.jsonl --trace=FILE.html]`.
 
-Without a prompt the graphs come from the test split, and paths that are not the answer are marked. With --output
+Without a prompt texts are generated from nothing; star graphs come from the test split, and paths that are not the
+answer are marked. A text is completed after --prompt='The house' and filled at the marks of --infill='The [GAP] of
+[GAP:2-5].'; tokens of --forbid and --require are words that are one token each. With --output
 the rows are written as jsonl instead, with --trace a page that replays them too; rows of --input are `{"prompt" or
 "infill": …, "id": …, "seed": …, "length": …, "max_length": …, "forbid": "3 4", "require": "2"}`, all but the first
 optional.
@@ -18,21 +20,23 @@ from absl import flags
 
 import dilm_jax
 from dilm_jax import cli
-from dilm_jax.data import star
+from dilm_jax.data.task import Task
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run.")
 _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "Its step; the latest unless given.")
 _NUM = flags.DEFINE_integer(
-    "num", None, "Samples of a prompt, or graphs of the test split; 8 unless given.", lower_bound=1
+    "num", None, "Samples of a prompt or of none, or graphs of the test split; 8 unless given.", lower_bound=1
 )
-_PROMPT = flags.DEFINE_string("prompt", None, "Edges u>v, then source>>goal.")
+_PROMPT = flags.DEFINE_string("prompt", None, "A text; of star graphs edges u>v, then source>>goal.")
 _INFILL = flags.DEFINE_string(
-    "infill", None, "A prompt, then an answer with gaps: [GAP] for any number of tokens, [GAP:2-5] for 2 to 5."
+    "infill",
+    None,
+    "A text with gaps, of star graphs after a prompt: [GAP] for any number of tokens, [GAP:2-5] for 2 to 5.",
 )
 _LENGTH = flags.DEFINE_integer("length", None, "Tokens of the whole text, exactly.", lower_bound=0)
 _MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of the whole text, at most.", lower_bound=0)
-_FORBID = flags.DEFINE_string("forbid", None, "Nodes that are not inserted, for example '3 4'.")
-_REQUIRE = flags.DEFINE_string("require", None, "Nodes that the answer has, in any order; it may have others too.")
+_FORBID = flags.DEFINE_string("forbid", None, "Tokens that are not inserted, for example nodes '3 4'.")
+_REQUIRE = flags.DEFINE_string("require", None, "Tokens that the text has, in any order; it may have others too.")
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts and infills.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
 _TRACE = flags.DEFINE_string("trace", None, "Write a replay of the insertions here too: one HTML file.")
@@ -75,15 +79,15 @@ def main() -> None:
     if _INPUT.value is not None:
         rows = read_rows(task, pathlib.Path(_INPUT.value))
     elif _PROMPT.value is not None:
-        rows = [{"prompt": star.parse_prompt(task, _PROMPT.value)}] * num
+        rows = [task.parse_prompt(_PROMPT.value)] * num
     elif _INFILL.value is not None:
-        rows = [parse_infill(task, _INFILL.value)] * num
+        rows = [task.parse_infill(_INFILL.value)] * num
     else:
-        rows, answers = test_rows(run.parts.sources["test"], num)
+        rows, answers = task.default_rows(num)
     for file in filter(None, (_OUTPUT.value, _TRACE.value)):
         pathlib.Path(file).open("a").close()  # better an error now than after the work
     asked = {"seed": _SEED.value, "length": _LENGTH.value, "max_length": _MAX_LENGTH.value}
-    asked |= {flag.name: _nodes(task, flag.name, flag.value) for flag in (_FORBID, _REQUIRE) if flag.value is not None}
+    asked |= {flag.name: _tokens(task, flag.name, flag.value) for flag in (_FORBID, _REQUIRE) if flag.value is not None}
     asked = {name: value for name, value in asked.items() if value is not None}
     rows = [asked | row for row in rows]
     if _TRACE.value:
@@ -95,16 +99,10 @@ def main() -> None:
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).write_text("".join(json.dumps(row) + "\n" for row in generated))
     else:
-        print(format_rows(generated, answers))
+        print(format_rows(task, generated, answers))
 
 
-def parse_infill(task: star.StarTask, text: str) -> dict[str, Any]:
-    """As `Run.generate` takes it."""
-    prompt, answer, gaps = star.parse_infill(task, text)
-    return {"prompt": prompt, "answer": answer, "gaps": gaps}
-
-
-def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
+def read_rows(task: Task, path: pathlib.Path) -> list[dict[str, Any]]:
     """Rows of a jsonl file. Raises ValueError naming file and line."""
     if not path.is_file():
         raise ValueError(f"--input: no file {path}")
@@ -119,54 +117,43 @@ def read_rows(task: star.StarTask, path: pathlib.Path) -> list[dict[str, Any]]:
             kinds = [name for name in ("prompt", "infill") if isinstance(row, dict) and isinstance(row.get(name), str)]
             if len(kinds) != 1:
                 raise ValueError('expected an object with a string "prompt" or a string "infill"')
-            if unknown := sorted(row.keys() - {*kinds, *_ROW_LIMITS, *_NODES, "id"}):
-                known = ", ".join((*_ROW_LIMITS, *sorted(_NODES)))
+            if unknown := sorted(row.keys() - {*kinds, *_ROW_LIMITS, *_TOKENS, "id"}):
+                known = ", ".join((*_ROW_LIMITS, *sorted(_TOKENS)))
                 raise ValueError(f"unknown key {unknown[0]!r}; a row has {kinds[0]}, id, {known}")
-            row |= {name: _nodes(task, name, row[name]) for name in _NODES & row.keys()}
+            row |= {name: _tokens(task, name, row[name]) for name in _TOKENS & row.keys()}
             for name, limit in _ROW_LIMITS.items():
                 if type(row.get(name, 0)) is not int or not 0 <= row.get(name, 0) < limit:
                     raise ValueError(f"{name} {row[name]!r} is not an integer in [0, {limit})")
             if kinds == ["prompt"]:
-                rows.append(row | {"prompt": star.parse_prompt(task, row["prompt"])})
+                rows.append(row | task.parse_prompt(row["prompt"]))
             else:
-                rows.append(row | parse_infill(task, row["infill"]))
+                rows.append(row | task.parse_infill(row["infill"]))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     return rows
 
 
-def _nodes(task: star.StarTask, name: str, text: Any) -> list[int]:
+def _tokens(task: Task, name: str, text: Any) -> list[int]:
     """Raises ValueError naming the key or flag."""
     if not isinstance(text, str):
-        raise ValueError(f"{name} {text!r} is not a string of nodes")
+        raise ValueError(f"{name} {text!r} is not a string of tokens")
     try:
-        return star.parse_nodes(task, text)
+        return task.parse_tokens(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-_NODES = {"forbid", "require"}
+_TOKENS = {"forbid", "require"}
 _ROW_LIMITS = {"seed": 2**32, "length": 2**31, "max_length": 2**31}
 
 
-def test_rows(source: star.StarSource, num: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Prompts and answers of the first graphs of a split."""
-    if num > len(source):
-        raise ValueError(f"--num={num}: the test split has {len(source)} graphs")
-    examples = [source[i] for i in range(num)]
-    split = [(x["tokens"][: x["frozen"].sum()], x["tokens"][x["frozen"].sum() : int(x["length"])]) for x in examples]
-    return [{"prompt": prompt.tolist()} for prompt, _ in split], [star.format_path(answer) for _, answer in split]
-
-
-def format_rows(rows: list[dict[str, Any]], answers: list[str] | None) -> str:
-    """A block a row: the graph, the path, and whether it is the right one."""
+def format_rows(task: Task, rows: list[dict[str, Any]], answers: list[str] | None) -> str:
+    """A block a row, with what it cost."""
     blocks = []
     for i, row in enumerate(rows):
-        path = row["text"][len(row["prompt"]) :].strip()
-        verdict = "" if answers is None else "  right" if path == answers[i] else f"  wrong: {answers[i]}"
         counts = [f"{row['nfe']} network calls"]
         counts += [f"{row['saturated']} moves saturated"] * (row["saturated"] > 0) + ["truncated"] * row["truncated"]
-        blocks.append(f"graph  {row['prompt']}\npath   {path}{verdict}  ({', '.join(counts)})")
+        blocks.append(f"{task.format_row(row, answers[i] if answers else None)}  ({', '.join(counts)})")
     return "\n\n".join(blocks)
 
 

@@ -112,10 +112,11 @@ def summarize(
     """Corpus figures from `bound_samples` of B texts with n free tokens each, in float64.
 
     nelbo_nats_per_token is their sum over all texts by the sum of n (texts without a token count with their nats), and
-    nelbo_perplexity its exponential; nelbo_bits_per_byte only where all texts have bytes. nelbo_stderr is the standard
-    error of the nats per token that times and noise cause: from the spread of a text's own draws, which, as they come
-    from different times, errs upwards; of fewer than three draws a text, from the spread between texts. nelbo_low and
-    nelbo_high are the ends of its 95% confidence interval, corrected for skewness: rare draws are large.
+    nelbo_perplexity its exponential; nelbo_bits_per_byte is over the texts whose bytes are known (not −1).
+    nelbo_stderr is the standard error of the nats per token that times and noise cause: from the spread of a text's
+    own draws, which, as they come from different times, errs upwards; of fewer than three draws a text, from the spread
+    between texts. nelbo_low and nelbo_high are the ends of its 95% confidence interval, corrected for skewness: rare
+    draws are large.
     """
     draws, tokens = draws.astype(np.float64), max(int(n.sum()), 1)
     T, nats = len(draws), draws.mean(0)
@@ -135,8 +136,9 @@ def summarize(
         "nelbo_high": per_token + high / tokens,
         "nelbo_perplexity": np.exp(per_token),
     }
-    if num_bytes.all():
-        results["nelbo_bits_per_byte"] = nats.sum() / np.log(2) / num_bytes.sum()
+    known = num_bytes >= 0
+    if num_bytes[known].any():
+        results["nelbo_bits_per_byte"] = nats[known].sum() / np.log(2) / num_bytes[known].sum()
     return {name: float(value) for name, value in results.items()}
 
 

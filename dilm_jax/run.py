@@ -14,7 +14,8 @@ from dilm_jax import config as config_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
-from dilm_jax.data import loader, star
+from dilm_jax.data import loader
+from dilm_jax.data.task import make_example, make_infill
 
 NUMBERS = {"answer", "gaps", "length", "max_length"}
 ASKS = NUMBERS | {"forbid", "require"}  # keys of a row that ask for more than to complete its prompt
@@ -32,26 +33,39 @@ class Run:
     params: Any
 
     def evaluate(
-        self, split: str = "test", num: int | None = None, seed: int | None = None, num_times: int | None = None
+        self,
+        split: str = "test",
+        num: int | None = None,
+        seed: int | None = None,
+        *,
+        num_times: int | None = None,
+        num_samples: int | None = None,
+        judge: evals.TextScorer | None = None,
+        bound: bool = True,
     ) -> tuple[dict, list[dict]]:
         """The task's full evaluation: the card (see `evals.card`) and one dict a sample. What is None is as in
-        training. Raises ValueError for an unknown split, or more examples than it has."""
+        training. A judge adds the NLL of the texts, of the data's and of those generated; without `bound` there is no
+        likelihood. Raises ValueError for an unknown split, or more examples than it has."""
         sizes = self.config.eval
         seed = int(self.config.seed if seed is None else seed)
-        evaluator = evals.Evaluator(
-            self.parts, self.mesh, sizes.batch_size, sizes.num_times if num_times is None else num_times
-        )
+        num_times = int(sizes.num_times if num_times is None else num_times)
+        num_samples = int(sizes.num_samples if num_samples is None else num_samples)
+        evaluator = evals.Evaluator(self.parts, self.mesh, sizes.batch_size, num_times, num_samples, bound)
         results, samples = evaluator(self.params, split, num, seed)
-        card = evals.card(self.parts, results, split=split, num=len(samples), checkpoint=self.step, seed=seed)
+        num = len(self.parts.task.source(split)) if num is None else num
+        if judge is not None:
+            results |= evals.judged(judge, [row["answer"] for row in samples], [row["generated"] for row in samples])
+        card = evals.card(self.parts, results, split=split, num=num, checkpoint=self.step, seed=seed)
         return card, samples
 
     def generate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Completes prompts and fills gaps.
 
         Args:
-          rows: dicts of `prompt` (tokens of the task, see `star.parse_prompt`); optionally `answer` and `gaps`, what is
-            there of an answer and where tokens may go into it (see `star.parse_infill`; without them anywhere after the
-            prompt); `length` or `max_length` of the whole text in tokens; `forbid`, tokens that are not inserted;
+          rows: dicts of `prompt` (tokens) and optionally `answer` and `gaps`, what is there of an answer and where
+            tokens may go into it (without them anywhere after the prompt): the task's `parse_prompt` and `parse_infill`
+            make these of text, with `said`, what the result calls the prompt; optionally `length` or `max_length` of
+            the whole text in tokens; `forbid`, tokens that are not inserted;
             `require`, tokens that are in the answer, in an order drawn at random: a context, all of whose gaps are
             open; `id`, and `seed` of the row (0 unless given). A row depends on its seed, its place in the list and
             what it asks for alone.
@@ -67,7 +81,7 @@ class Run:
 
     def show_trace(self, rows: list[dict[str, Any]]) -> trace.Replay:
         """`generate`, and how it came about: a replay that a notebook shows, with the same `rows` and a page `html`."""
-        return trace.replay(self._generate(self._sample_traced, rows), star.piece)
+        return trace.replay(self._generate(self._sample_traced, rows), self.parts.task.piece)
 
     def _generate(self, sample, rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], evals.Samples, int]]:
         """What `generate` returns of each row, and the samples with its place in them that it comes from."""
@@ -104,10 +118,10 @@ class Run:
 
     def _example(self, row: dict[str, Any]) -> dict[str, np.ndarray]:
         """What is there of an answer is frozen if the network was trained on such, else free."""
-        answer = row.get("answer", ())
+        answer, shape = row.get("answer", ()), (self.parts.task.vocabulary, self.parts.task.max_length)
         if len(answer) and self.config.data.infill_fraction:
-            return star.make_infill(self.parts.task, row["prompt"], answer, [at for at, *_ in row["gaps"]])
-        return star.make_example(self.parts.task, row["prompt"], answer)
+            return make_infill(*shape, row["prompt"], answer, [at for at, *_ in row["gaps"]])
+        return make_example(*shape, row["prompt"], answer)
 
     def _ask(self, row: dict[str, Any]) -> dict[str, Any]:
         """The gaps, and what a `Request` is built from: their `columns` with bounds, and the `total`."""
@@ -169,8 +183,9 @@ class Run:
         return evals.make_sampler(self.parts, self.mesh, trace=True)
 
     def _row(self, row, drawn: evals.Samples, b: int, index: int) -> dict[str, Any]:
-        ids = drawn.tokens[b, : int(drawn.length[b])].tolist()
-        prompt, answer = ids[: len(row["prompt"])], ids[len(row["prompt"]) :]
+        task, num_prompt = self.parts.task, len(row["prompt"])
+        ids = evals.content_ids(drawn.tokens[b], drawn.length[b])
+        answer = ids[num_prompt:]
         spans = [answer]
         if drawn.group is not None:  # a group's first gap is that of a token which was there
             of_token = drawn.group[b, canvas.NUM_SPECIAL_COLUMNS - 1 :]
@@ -179,12 +194,12 @@ class Run:
         return {
             "index": index,
             "id": row.get("id", index),
-            "prompt": star.format_prompt(prompt),
-            "text": f"{star.format_prompt(prompt)} {star.format_path(answer)}".strip(),
+            "prompt": row.get("said", task.format_prompt(ids[:num_prompt])),
+            "text": task.format_text(ids, num_prompt),
             "ids": ids,
             "length": len(ids),
             "inserted": sum(map(len, spans)),
-            "spans": [" ".join(map(str, span)) if row.get("answer") else star.format_path(span) for span in spans],
+            "spans": [task.format_span(span) if row.get("answer") else task.format_answer(span) for span in spans],
             "nfe": int(drawn.nfe[b]),
             "saturated": int(drawn.saturated[b]),
             "truncated": bool(drawn.truncated[b]),
@@ -229,7 +244,7 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
         if not config_lib.has_effect(config, f"sampling.{name}"):
             needed = config_lib.what_is_needed(f"sampling.{name}")
             raise ValueError(f"{name} = {value} has no effect {needed}; leave it out")
-    parts = config_lib.build(config)
+    parts = config_lib.build(config, directory)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
     checkpointer = Checkpointer(directory / train.CHECKPOINTS)
     step = checkpoint if checkpoint is not None else checkpointer.all_steps()[-1]

@@ -538,7 +538,7 @@ class Checked:
     def truth_table(self):
         world, (_, times) = small_world(), self.expected_gradient
         N = len(world.states)
-        scores = self.posterior(world, np.tile(np.arange(N), len(times)), np.repeat(np.float32(times), N))
+        scores = self.posterior(world, np.tile(np.arange(N), len(times)), np.repeat(np.asarray(times, np.float32), N))
         letter = np.arange(V) >= NUM_SPECIAL
         return {"logits": np.where(letter, scores.logits, 0.0), "length": np.asarray(scores.length_logits)}
 
@@ -595,7 +595,7 @@ class Checked:
     def bounds(self, *, wrong: bool):
         """The bound [texts] of each text of the plain world, by the midpoint rule in u and over all masks."""
         world = plain_world()
-        u = np.float32((np.arange(NUM_NODES) + 0.5) / NUM_NODES)
+        u = (np.arange(NUM_NODES, dtype=np.float32) + 0.5) / NUM_NODES
         t, weight = (np.asarray(x) for x in jax.jit(likelihood.bound_times, static_argnums=0)(self.process, u))
         clock = np.repeat(np.float32(t), len(world.pairs))
         pairs = worlds.corrupted(world.pairs, np.zeros(len(world.pairs)), L, VOCABULARY)

@@ -193,12 +193,13 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
             )
         if is_main:
             write_config(config, directory)
+            parts.task.save(directory)
         progress = stack.enter_context(contextlib.closing(Progress(config.num_steps, start, is_main=is_main)))
         writer = stack.enter_context(contextlib.closing(MetricsWriter(directory, start, is_main=is_main)))
         progress.note(describe(config, parts, state, mesh, start, workdir))
         if init_from is not None and start > 0:
             progress.note(f"{workdir} has a checkpoint: parameters come from there, not from {init_from}")
-        if line := evals.likelihood_note(parts, "train"):
+        for line in [*parts.task.notes(), *filter(None, [evals.likelihood_note(parts, "train")])]:
             progress.note(line)
         return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
 
@@ -216,9 +217,11 @@ def fit(
     """The loop from `state.step` on, and the evaluation after it. Metrics are on disk before the checkpoint of their
     step is: what a killed run repeats is cut from metrics.jsonl, and nothing is missing."""
     report = Reporter(config, writer, progress)
-    batches = loader.train_batches(loader.Memo(parts.sources["train"]), config.batch_size, config.seed)
+    batches = loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
     rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
-    evaluator = evals.Evaluator(parts, mesh, config.eval.batch_size, config.eval.num_times)
+    sizes = config.eval
+    evaluator = evals.Evaluator(parts, mesh, sizes.batch_size, sizes.num_times, sizes.num_samples)
+    num_valid, num_test = (min(sizes[f"num_{name}"], len(parts.task.source(name))) for name in ("valid", "test"))
     train_step = make_train_step(config, parts, mesh)
 
     for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(int(state.step), config.num_steps)):
@@ -231,7 +234,7 @@ def fit(
             report.add(step, metrics)
         if step % config.train.eval_every == 0:
             report.flush()
-            results, samples = evaluator(state.ema, "valid", config.eval.num_valid, config.seed)
+            results, samples = evaluator(state.ema, "valid", num_valid, config.seed)
             report.evaluation(step, results)
             evals.write_samples(directory / "samples" / f"step_{step:08d}.jsonl", samples)
         if step % config.train.checkpoint_every == 0 or step == config.num_steps:
@@ -241,11 +244,11 @@ def fit(
             save(checkpointer, state)
 
     checkpointer.wait()
-    results, samples = evaluator(state.ema, "test", config.eval.num_test, config.seed)
+    results, samples = evaluator(state.ema, "test", num_test, config.seed)
     evals.write_samples(directory / "samples" / "test.jsonl", samples)
-    card = evals.card(parts, results, split="test", num=len(samples), checkpoint=int(state.step), seed=config.seed)
+    card = evals.card(parts, results, split="test", num=num_test, checkpoint=int(state.step), seed=config.seed)
     if jax.process_index() == 0:
-        evals.write_card(directory, card)
+        evals.write_card(directory / "eval.json", card)
         plot(directory)
     progress.note(evals.format_card(card))
     return card
@@ -415,6 +418,6 @@ def describe(config, parts: Parts, state: TrainState, mesh, start: int, workdir:
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (
         f"process {jax.process_index()} of {jax.process_count()}: {jax.device_count()} {jax.devices()[0].platform} "
-        f"devices, mesh {axes}; star_{parts.task.name}, {config.process.family}, {num_params:,} parameters; steps "
+        f"devices, mesh {axes}; {parts.task.name}, {config.process.family}, {num_params:,} parameters; steps "
         f"{start} to {config.num_steps} of {config.batch_size} examples; {workdir}"
     )

@@ -147,9 +147,8 @@ def to_example(texts: list[Text], max_length: int, fill: int = 0) -> Example:
         n = len(text.tokens)
         tokens[b, :n], frozen[b, :n], open_gap[b, : n + 1] = text.tokens, text.frozen, text.open_gap
     length = np.array([len(text.tokens) for text in texts], np.int32)
-    num_bytes = np.zeros(B, np.int32)
-    example = Example(tokens=tokens, length=length, frozen=frozen, open_gap=open_gap, num_bytes=num_bytes)
-    return jax.device_put(example)
+    fields = {"tokens": tokens, "length": length, "frozen": frozen, "open_gap": open_gap}
+    return Example(**jax.device_put(fields | {"num_bytes": np.zeros(B, np.int32)}))
 
 
 def to_text(canvas: Canvas, row: int) -> Text:
@@ -173,7 +172,7 @@ def corrupted(
     dropped = np.zeros((len(pairs), max_length), bool)
     for b, (_, positions) in enumerate(pairs):
         dropped[b, list(positions)] = True
-    dropped, t = jax.device_put((dropped, np.float32(t)))
-    canvas, gap = _drop(x0, dropped, vocabulary)
-    targets = InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
+    mask, time = jax.device_put((dropped, t.astype(np.float32)))
+    canvas, gap = _drop(x0, mask, vocabulary)
+    targets = InsertionTargets(tokens=x0.tokens, gap=gap, dropped=mask, x0=x0, t=time)
     return canvas, targets

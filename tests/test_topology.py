@@ -126,7 +126,7 @@ def test_samples_are_the_same_on_eight_devices(family):
         )
         params = tiny.random_params(evals.abstract_params(parts, mesh))
         params = jax.device_put(params, sharding.param_shardings(params, mesh))
-        x0 = Example(**loader.stack([parts.sources["test"][i] for i in range(256)]))
+        x0 = Example(**loader.stack([parts.task.source("test")[i] for i in range(256)]))
         inputs = (x0, np.full(256, 7, np.uint32), np.arange(256))
         drawn = evals.make_sampler(parts, mesh)(params, *sharding.put_batch(inputs, mesh, 256), None)
         texts.append(jax.device_get(drawn))
@@ -139,7 +139,7 @@ def test_samples_are_the_same_on_eight_devices(family):
 @children.on_eight_devices
 def generate_rows(workdir, num_rows, out):
     run = dilm_jax.load(workdir, temperature=1.0)
-    source = run.parts.sources["test"]
+    source = run.parts.task.source("test")
     prompts = [source[i]["tokens"][: int(source[i]["frozen"].sum())].tolist() for i in range(num_rows)]
     out.write_text(json.dumps(run.generate([{"prompt": prompt, "seed": 5} for prompt in prompts])))
 

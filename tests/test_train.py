@@ -388,7 +388,7 @@ def probe_mesh(made, parts, mesh):
 
 
 def probe_data(made, parts, mesh):
-    return {name: value.tolist() for name, value in parts.sources["test"][0].items()}
+    return {name: value.tolist() for name, value in parts.task.source("test")[0].items()}
 
 
 PROBES = {name.removeprefix("probe_"): probe for name, probe in list(globals().items()) if name.startswith("probe_")}
@@ -597,7 +597,9 @@ def test_float64_is_refused():
 
 
 def test_a_card_is_json_whatever_the_numbers(tmp_path):
-    evals.write_card(tmp_path, {"split": "test", "eval/nelbo_perplexity": math.inf, "eval/exact_match": math.nan})
+    evals.write_card(
+        tmp_path / "eval.json", {"split": "test", "eval/nelbo_perplexity": math.inf, "eval/exact_match": math.nan}
+    )
     card = json.loads((tmp_path / "eval.json").read_text(), parse_constant=pytest.fail)
     assert card == {"split": "test", "eval/nelbo_perplexity": None, "eval/exact_match": None}
 

@@ -43,7 +43,7 @@ def config(family: str = "joint", *overrides: tuple[str, Any]) -> ml_collections
 
 def batch(parts: config_lib.Parts, made: ml_collections.ConfigDict, step: int = 0) -> Example:
     """Clean examples, numpy."""
-    return Example(**loader.train_batches(parts.sources["train"], made.batch_size, made.seed).batch(step))
+    return Example(**loader.train_batches(parts.task.source("train"), made.batch_size, made.seed).batch(step))
 
 
 def random_params(abstract, seed: int = 0):

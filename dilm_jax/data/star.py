@@ -24,17 +24,18 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import pathlib
 import re
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from dilm_jax.canvas import Example, Vocabulary
+from dilm_jax.data.loader import Memo
+from dilm_jax.data.task import MARK, Tokens, make_example, parse_mark
 
-Tokens = Sequence[int] | np.ndarray
 SPLIT_SIZES = {"train": 50_000, "valid": 100, "test": 5_000}
 SPLIT_OF_BUCKET = ("test",) * 2 + ("valid",) + ("train",) * 17  # 10%, 5% and 85% of all graphs
 
@@ -115,7 +116,8 @@ class StarSource:
         split_id = list(SPLIT_SIZES).index(self.split)
         draws = (draw_graph(self.task, (self.seed, split_id, index, attempt)) for attempt in itertools.count())
         graph = next(graph for graph in draws if split_of(graph) == self.split)
-        return make_example(self.task, prompt_tokens(graph), path_tokens(graph.path))
+        answer = path_tokens(graph.path)
+        return make_example(self.task.vocabulary, self.task.max_length, prompt_tokens(graph), answer)
 
 
 class Graph(NamedTuple):
@@ -169,44 +171,6 @@ def path_tokens(path: list[int]) -> list[int]:
     return [node for edge in itertools.pairwise(path) for node in edge]
 
 
-def make_example(task: StarTask, prompt: Tokens, answer: Tokens = ()) -> dict[str, np.ndarray]:
-    """The fields of one `Example` (no batch axis): prompt tokens are frozen and their gaps closed; the gap after the
-    prompt and those of the answer are open. Without an answer it is what a sampler completes.
-
-    Raises:
-      ValueError: if prompt and answer are longer than L.
-    """
-    L = task.max_length
-    length = len(prompt) + len(answer)
-    if length > L:
-        what = "prompt and answer have" if len(answer) else "prompt has"
-        raise ValueError(f"{what} {length} tokens, the model takes at most {L}")
-    tokens = np.full(L, task.num_ids, np.int32)  # num_ids is the pad id
-    tokens[: len(prompt)] = prompt
-    tokens[len(prompt) : length] = answer
-    frozen = np.zeros(L, bool)
-    frozen[: len(prompt)] = True
-    open_gap = np.zeros(L + 1, bool)
-    open_gap[len(prompt) : length + 1] = True
-    return {
-        "tokens": tokens,
-        "length": np.array(length, np.int32),
-        "frozen": frozen,
-        "open_gap": open_gap,
-        "num_bytes": np.array(0, np.int32),
-    }
-
-
-def make_infill(task: StarTask, prompt: Tokens, answer: Tokens, gaps: Sequence[int]) -> dict[str, np.ndarray]:
-    """The fields of an `Example` whose tokens are all frozen, for a network that was trained on infills: open are the
-    gaps after so many tokens of the answer. Raises ValueError as `make_example`."""
-    fields = make_example(task, prompt, answer)
-    fields["frozen"][: len(prompt) + len(answer)] = True
-    fields["open_gap"][:] = False
-    fields["open_gap"][len(prompt) + np.array(gaps)] = True
-    return fields
-
-
 def score(
     reference: Example, tokens: Int[np.ndarray, "B L"], length: Int[np.ndarray, " B"]
 ) -> dict[str, Float[np.ndarray, " B"]]:
@@ -229,11 +193,6 @@ def score(
     return {name: value.astype(np.float32) for name, value in scores.items()}
 
 
-def piece(token: int) -> str:
-    """One token as text: its node."""
-    return str(token)
-
-
 def format_prompt(prompt: Tokens) -> str:
     """Prompt tokens as text: `"3>5 0>3 … 0>>5"`, every edge, then source>>goal."""
     pairs = [(int(u), int(v)) for u, v in zip(prompt[::2], prompt[1::2], strict=True)]
@@ -248,9 +207,6 @@ def format_path(answer: Tokens) -> str:
         text += f">{v}" if u == end else f" {u}>{v}"
         end = v
     return text.strip()
-
-
-GAP = re.compile(r"\[GAP(?::([0-9]+)-([0-9]+))?\]")
 
 
 def parse_infill(task: StarTask, text: str) -> tuple[list[int], list[int], list[tuple[int, int, int | None]]]:
@@ -270,13 +226,10 @@ def parse_infill(task: StarTask, text: str) -> tuple[list[int], list[int], list[
     prompt = parse_prompt(task, " ".join(words[: question + 1]))
     answer, gaps = [], []
     for word in words[question + 1 :]:
-        if mark := GAP.fullmatch(word):
-            low, high = (int(bound) if bound else None for bound in mark.groups())
-            if high is not None and low is not None and low > high:
-                raise ValueError(f"{word}: at least {low} tokens, but at most {high}")
+        if mark := MARK.fullmatch(word):
             if gaps and gaps[-1][0] == len(answer):
                 raise ValueError(f"{word} follows a gap: write one gap for both")
-            gaps.append((len(answer), low or 0, high))
+            gaps.append((len(answer), *parse_mark(mark)))
             continue
         if not re.fullmatch(r"[0-9]+(>[0-9]+)?", word):
             raise ValueError(f"cannot read {word!r} after the prompt: write edges as u>v, nodes, or [GAP]")
@@ -328,3 +281,76 @@ def parse_prompt(task: StarTask, text: str) -> list[int]:
     if len(prompt) > task.max_prompt:
         raise ValueError(f"the prompt has {len(prompt)} tokens, star_{task.name} takes at most {task.max_prompt}")
     return prompt
+
+
+# --- The task of a run -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StarGraphs:
+    """One difficulty, and the seed of its graphs, as a `Task`."""
+
+    graphs: StarTask
+    seed: int
+
+    lossless = True
+    name = property(lambda self: f"star_{self.graphs.name}")
+    protocol = "complete the prompt, compare the whole answer"
+    vocabulary = property(lambda self: self.graphs.vocabulary)
+    max_length = property(lambda self: self.graphs.max_length)
+
+    def source(self, split: str) -> Memo:
+        return Memo(StarSource(task=self.graphs, split=split, seed=self.seed))
+
+    def notes(self) -> list[str]:
+        return []
+
+    def score(self, reference: Example, tokens, length):
+        return score(reference, tokens, length)
+
+    def summarize(self, references, generated):
+        return {}
+
+    def parse_prompt(self, text: str) -> dict[str, Any]:
+        return {"prompt": parse_prompt(self.graphs, text)}
+
+    def parse_infill(self, text: str) -> dict[str, Any]:
+        prompt, answer, gaps = parse_infill(self.graphs, text)
+        return {"prompt": prompt, "answer": answer, "gaps": gaps}
+
+    def parse_tokens(self, text: str) -> list[int]:
+        return parse_nodes(self.graphs, text)
+
+    def default_rows(self, num: int) -> tuple[list[dict[str, Any]], list[str]]:
+        """Prompts and answers of the first graphs of the test split."""
+        source = self.source("test")
+        if num > len(source):
+            raise ValueError(f"--num={num}: the test split has {len(source)} graphs")
+        rows = [(x["tokens"], int(x["frozen"].sum()), int(x["length"])) for x in map(source.__getitem__, range(num))]
+        prompts = [{"prompt": tokens[:question].tolist()} for tokens, question, _ in rows]
+        return prompts, [format_path(tokens[question:length]) for tokens, question, length in rows]
+
+    def format_prompt(self, prompt: Tokens) -> str:
+        return format_prompt(prompt)
+
+    def format_text(self, ids: Tokens, num_prompt: int) -> str:
+        return f"{format_prompt(ids[:num_prompt])} {format_path(ids[num_prompt:])}".strip()
+
+    def format_answer(self, answer: Tokens) -> str:
+        return format_path(answer)
+
+    def format_span(self, span: Tokens) -> str:
+        """Inside a path an edge may begin in one gap and end in another."""
+        return " ".join(map(str, span))
+
+    def format_row(self, row: dict[str, Any], answer: str | None) -> str:
+        """The graph, the path, and whether it is the right one."""
+        path = row["text"][len(row["prompt"]) :].strip()
+        verdict = "" if answer is None else "  right" if path == answer else f"  wrong: {answer}"
+        return f"graph  {row['prompt']}\npath   {path}{verdict}"
+
+    def piece(self, token: int) -> str:
+        return str(token)
+
+    def save(self, directory: pathlib.Path) -> None:
+        """The config says it all."""

@@ -13,6 +13,7 @@ import pytest
 from dilm_jax.canvas import Example, validate_examples
 from dilm_jax.data import star
 from dilm_jax.data.loader import stack
+from dilm_jax.data.task import make_example
 
 TINY = star.TASKS["tiny"]
 # arms, fewest and most nodes an arm, nodes after the centre, node ids, shortest and longest prompt and answer, L
@@ -129,7 +130,7 @@ def test_examples_follow_the_specification(name):
         assert (example["tokens"][length:] == task.vocabulary.pad).all()
         assert example["frozen"].tolist() == [j < prompt for j in range(max_length)]
         assert example["open_gap"].tolist() == [prompt <= j <= length for j in range(max_length + 1)]
-        assert example["num_bytes"] == 0
+        assert example["num_bytes"] == -1
 
 
 @pytest.mark.parametrize("name", ["tiny", "easy"])
@@ -240,8 +241,8 @@ def test_wrong_split_seed_and_index():
 def test_score():
     prompt, answer = [0, 1, 1, 2, 0, 3, 3, 4, 0, 2], [0, 1, 1, 2]
     answers = [answer, [0, 1, 1, 3], [0, 1], [], [0, 3, 3, 4], [5, 0, 1, 1]]
-    reference = stack([star.make_example(TINY, prompt, answer)] * len(answers))
-    rows = stack([star.make_example(TINY, prompt, generated) for generated in answers])
+    reference = stack([make_example(TINY.vocabulary, TINY.max_length, prompt, answer)] * len(answers))
+    rows = stack([make_example(TINY.vocabulary, TINY.max_length, prompt, generated) for generated in answers])
     scores = star.score(Example(**jax.tree.map(jnp.asarray, reference)), rows["tokens"], rows["length"])
     np.testing.assert_allclose(scores["exact_match"], [1, 0, 0, 0, 0, 0])
     np.testing.assert_allclose(scores["token_accuracy"], [1, 0.75, 0.5, 0, 0.25, 0.25])
@@ -250,8 +251,12 @@ def test_score():
 
 def test_score_of_a_longer_answer_garbage_in_the_pads_and_an_empty_reference():
     prompt = [0, 1, 0, 1]
-    reference = stack([star.make_example(TINY, prompt, answer) for answer in ([0, 1], [0, 1], [], [])])
-    rows = stack([star.make_example(TINY, prompt, answer) for answer in ([0, 1, 1, 2], [0, 1], [], [3])])
+    reference = stack(
+        [make_example(TINY.vocabulary, TINY.max_length, prompt, answer) for answer in ([0, 1], [0, 1], [], [])]
+    )
+    rows = stack(
+        [make_example(TINY.vocabulary, TINY.max_length, prompt, answer) for answer in ([0, 1, 1, 2], [0, 1], [], [3])]
+    )
     rows["tokens"][1, 6:] = 4
     scores = star.score(Example(**jax.tree.map(jnp.asarray, reference)), rows["tokens"], rows["length"])
     np.testing.assert_allclose(scores["exact_match"], [0, 1, 1, 0])
@@ -299,14 +304,14 @@ def test_prompt_errors_name_the_value(text, message):
 
 
 def test_a_prompt_alone_is_frozen_with_the_gap_after_it_open():
-    example = star.make_example(TINY, star.parse_prompt(TINY, "0>1 1>2 0>>2"))
+    example = make_example(TINY.vocabulary, TINY.max_length, star.parse_prompt(TINY, "0>1 1>2 0>>2"))
     assert example["length"] == 6
     assert example["frozen"].sum() == 6
     assert np.flatnonzero(example["open_gap"]).tolist() == [6]
-    full = star.make_example(TINY, [0, 1] * 7)
+    full = make_example(TINY.vocabulary, TINY.max_length, [0, 1] * 7)
     assert np.flatnonzero(full["open_gap"]).tolist() == [14]
     with pytest.raises(ValueError, match="prompt and answer have 15 tokens, the model takes at most 14"):
-        star.make_example(TINY, [0, 1] * 7, [2])
+        make_example(TINY.vocabulary, TINY.max_length, [0, 1] * 7, [2])
 
 
 def test_parse_infill():

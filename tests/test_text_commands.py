@@ -1,0 +1,160 @@
+"""Text from archive to card: prepare, main, evaluate and generate as a user starts them."""
+
+import io
+import json
+import pathlib
+import tarfile
+
+import numpy as np
+import pytest
+
+import children
+import dilm_jax
+from dilm_jax.data.text import TextTask
+
+MAIN, EVALUATE, GENERATE, PREPARE = (f"dilm_jax.{name}" for name in ("main", "evaluate", "generate", "prepare"))
+SENTENCES = [line[:30] for line in (children.ROOT / "tests" / "data" / "sotu.txt").read_text().splitlines()]
+ARCHIVE = "1-billion-word-language-modeling-benchmark-r13output"
+TINY = ("--config.model.num_layers=1", "--config.model.width=16", "--config.model.mlp_width=32")
+FIGURES = {"entropy", "length_mean", "length_ks", "distinct_1", "distinct_2", "distinct_3", "repeated_4gram"}
+
+
+def write_archive(path: pathlib.Path) -> None:
+    """The names of the official one, with a few sentences in each."""
+    folder = f"{ARCHIVE}/training-monolingual.tokenized.shuffled/news.en-{{:05d}}-of-00100"
+    heldout = f"{ARCHIVE}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{{:05d}}-of-00050"
+    names = [folder.format(i) for i in range(1, 100)] + [heldout.format(i) for i in range(50)]
+    with tarfile.open(path, "w:gz") as tar:
+        for i, name in enumerate(names):
+            raw = "".join(f"{SENTENCES[(3 * i + k) % len(SENTENCES)]} ({i})\n" for k in range(3)).encode()
+            info = tarfile.TarInfo(name)
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache):
+    """A run of configs/lm1b_joint.py on what prepare made of an archive, with the line of each command."""
+    tmp = tmp_path_factory.mktemp("lm1b")
+    write_archive(tmp / f"{ARCHIVE}.tar.gz")
+    flags = [f"--source=lm1b:{tmp / ARCHIVE}.tar.gz", "--tokenizer=bytes", "--max_length=40", f"--out={tmp / 'data'}"]
+    prepared = children.command(PREPARE, *flags, cache=cache).result()
+    assert prepared.code == 0, prepared.err
+    config = f"--config={children.ROOT}/configs/lm1b_joint.py:smoke"
+    data = (f"--config.data.path={tmp / 'data'}", "--config.data.max_length=40")
+    run = children.command(MAIN, config, f"--workdir={tmp / 'run'}", *data, *TINY, cache=cache).result()
+    assert run.code == 0, run.err
+    return tmp / "run", prepared.out + prepared.err, run.out + run.err
+
+
+def command(module, workdir, *argv, cache):
+    result = children.command(module, f"--workdir={workdir}", *argv, cache=cache).result()
+    assert result.code == 0, result.err
+    return result.out
+
+
+def test_an_archive_becomes_a_card(trained):
+    workdir, prepared, output = trained
+    assert "train" in prepared and "truncated" in prepared
+    card = json.loads((workdir / "eval.json").read_text())
+    assert {f"{kind}/{name}" for name in FIGURES for kind in ("data", "eval")} <= card.keys()
+    assert card["eval/nelbo_bits_per_byte"] > 0 and "eval/nelbo_bits_per_byte_lossy" not in card
+    assert card["n"] == 8 and "EMA weights" in card["protocol"]
+    lines = output.splitlines()
+    first, second = (next(line for line in lines if line.startswith(name)) for name in ("data ", "samples "))
+    assert lines.index(first) < lines.index(second)  # the data row comes first
+    assert "tokens" in output
+
+
+def test_evaluation_agrees_with_training_and_counts_all(trained, tmp_path, cache):
+    workdir, _, _ = trained
+    run = dilm_jax.load(str(workdir))
+    assert isinstance(run.parts.task, TextTask)
+    num = len(run.parts.task.source("valid"))
+    card, samples = run.evaluate("valid", num_samples=2)
+    assert card["n"] == num and len(samples) == 2
+    one_by_one = dilm_jax.load(str(workdir))
+    one_by_one.config.eval.batch_size = 1
+    other, _ = one_by_one.evaluate("valid", num_samples=2)
+    for name in ("eval/nelbo_nats_per_token", "eval/nelbo_bits_per_byte"):
+        np.testing.assert_allclose(other[name], card[name], rtol=1e-5)
+
+
+def test_texts_of_others_are_scored_without_a_model(trained, tmp_path, cache):
+    workdir, _, _ = trained
+    texts = ["The house of the people.", "", "of of of of of of of of"]
+    (tmp_path / "theirs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "held_out.txt").write_text("\n".join(SENTENCES[:20]) + "\n")
+    flags = ["--tokenizer=bytes", f"--data={tmp_path / 'held_out.txt'}", f"--samples={tmp_path / 'theirs.jsonl'}"]
+    result = children.command(EVALUATE, *flags, cache=cache).result()
+    assert result.code == 0, result.err
+    card = json.loads((tmp_path / "theirs.eval.json").read_text())
+    assert card["n"] == 3 and card["eval/length_mean"] == np.mean([len(text) for text in texts])
+    assert card["data/length_mean"] == np.mean([len(text.encode()) for text in SENTENCES[:3]])  # as many of the data
+    assert result.out.splitlines()[1].startswith("data")
+    beside = command(EVALUATE, workdir, f"--samples={tmp_path / 'theirs.jsonl'}", cache=cache)
+    assert beside.splitlines()[1].startswith("data")
+
+
+def test_quality_against_calls(trained, cache):
+    workdir, _, _ = trained
+    out = command(EVALUATE, workdir, "--steps=2,4", "--num=8", "--split=train", cache=cache)
+    rows = json.loads((workdir / "quality.json").read_text())
+    assert [row["sampler"].split(",")[:2] for row in rows] == [
+        ["event", " 2 calls a token"],
+        ["leap", " 2 steps"],
+        ["leap", " 4 steps"],
+    ]
+    assert out.splitlines()[1].startswith("data") and (workdir / "quality.png").stat().st_size > 1000
+
+
+def test_generation_from_nothing_prompts_and_infills(trained, tmp_path, cache):
+    workdir, _, _ = trained
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "The ", "length": 12}\n{"infill": "A [GAP:2-3] b[GAP]", "max_length": 20, "id": "x"}\n'
+    )
+    flags = [f"--input={tmp_path / 'rows.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"]
+    command(GENERATE, workdir, *flags, cache=cache)
+    first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    assert first["text"].startswith("The ") and first["length"] == len(first["ids"]) == 12
+    assert (first["prompt"], len(first["spans"]), first["inserted"]) == ("The ", 1, 8)
+    assert second["id"] == "x" and second["length"] <= 20 and len(second["spans"]) == 2
+    assert second["ids"][0] == ord("A") and second["prompt"] == "A [GAP:2-3] b[GAP]"
+    out = command(GENERATE, workdir, "--num=2", "--max_length=10", f"--trace={tmp_path / 'x.html'}", cache=cache)
+    assert out.count("network calls") == 2 and (tmp_path / "x.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "module, argv, says",
+    [
+        (EVALUATE, ["--samples=x.jsonl"], "--samples needs held-out text"),
+        (EVALUATE, ["--workdir={run}", "--protocol=paper_owt"], "--protocol has no effect without --judge"),
+        (EVALUATE, ["--workdir={run}", "--data=x"], "--data has no effect but with --samples and without --workdir"),
+        (EVALUATE, ["--workdir={run}", "--steps=2,x"], "--steps: 'x' is not a number of steps"),
+        (EVALUATE, ["--workdir={run}", "--samples=/not/there.jsonl"], "/not/there.jsonl"),
+        (GENERATE, ["--workdir={run}", "--forbid=ab"], "forbid: 'ab' is 2 tokens"),
+        (GENERATE, ["--workdir={run}", "--prompt=" + "x" * 50], "the 50 that are there: more than 40"),
+        (MAIN, ["--config=configs/text_joint.py"], "config.data.path is empty"),
+        (MAIN, ["--config=configs/lm1b_joint.py"], "python -m dilm_jax.prepare --source=lm1b:1-billion"),
+        (
+            MAIN,
+            ["--config=configs/text_joint.py:smoke", "--config.data.difficulty=hard"],
+            "data.difficulty = hard has no",
+        ),
+        (MAIN, ["--config=configs/star_tiny_joint.py", "--config.data.path=x"], "data.path = x has no effect"),
+        (MAIN, ["--config=configs/lm1b_joint.py:smoke", "--config.data.path={data}"], "has texts of 40 tokens"),
+        (
+            MAIN,
+            ["--config=configs/lm1b_joint.py", "--config.data.path={data}"],
+            "was prepared with tokenizer 'bytes', but config.data.tokenizer is 'bert-base-uncased'",
+        ),
+    ],
+)
+def test_wrong_input_is_one_line(trained, tmp_path, cache, module, argv, says):
+    argv = [flag.format(run=trained[0], data=trained[0].parent / "data") for flag in argv]
+    if module == MAIN:
+        argv.append(f"--workdir={tmp_path / 'run'}")
+    result = children.command(module, *argv, cache=cache).result()
+    assert result.code == 2, result.err
+    assert len(result.err.splitlines()) == 1 and says in result.err
+    assert not (tmp_path / "run" / "config.json").exists()
