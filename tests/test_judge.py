@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import children
 from dilm_jax import judge
 from dilm_jax.judge import PAPER_LM1B, PAPER_OWT, PLAIN, Judge, JudgeResult, Protocol
 
@@ -335,3 +336,23 @@ def test_out_of_gpu_memory_says_what_to_lower(torch, tiny, monkeypatch):
 def test_a_protocol_of_ones_own():
     mine = Protocol(name="mine", bos=True, max_tokens=64, average="text")
     assert mine.description.startswith("mine: BOS first if the judge has one; cut to 64 of the judge's tokens; mean")
+
+
+@pytest.mark.torch
+def test_evaluate_puts_the_datas_nll_beside_the_texts(directory, tiny, tmp_path):
+    texts = [line[:40] for line in LINES[:4]]
+    (tmp_path / "theirs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, ""]))
+    (tmp_path / "held_out.txt").write_text("".join(line + "\n" for line in LINES[10:30]))
+    flags = [f"--samples={tmp_path / 'theirs.jsonl'}", f"--data={tmp_path / 'held_out.txt'}", "--tokenizer=bytes"]
+    flags += [f"--judge={directory}", "--protocol=paper_lm1b"]
+    result = children.command("dilm_jax.evaluate", *flags).result()
+    assert result.code == 0, result.err
+    card = json.loads((tmp_path / "theirs.eval.json").read_text())
+    by_protocol = tiny.score([*texts, ""], PAPER_LM1B), tiny.score(LINES[10:15], PAPER_LM1B)
+    np.testing.assert_allclose(
+        [card["eval/judge_nll"], card["data/judge_nll"]], [x.nll for x in by_protocol], rtol=1e-5
+    )
+    assert "paper_lm1b: no BOS" in card["judge"] and "1 texts without a scored token (1 empty)" in card["judge"]
+    header, data, samples = result.out.splitlines()[:3]
+    assert "judge_nll" in header and "entropy" in header  # never one without the other
+    assert data.startswith("data") and samples.startswith("samples")

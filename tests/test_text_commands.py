@@ -3,14 +3,15 @@
 import io
 import json
 import pathlib
+import socket
 import tarfile
 
+import jax
 import numpy as np
 import pytest
 
 import children
 import dilm_jax
-from dilm_jax.data.text import TextTask
 
 MAIN, EVALUATE, GENERATE, PREPARE = (f"dilm_jax.{name}" for name in ("main", "evaluate", "generate", "prepare"))
 SENTENCES = [line[:30] for line in (children.ROOT / "tests" / "data" / "sotu.txt").read_text().splitlines()]
@@ -66,18 +67,45 @@ def test_an_archive_becomes_a_card(trained):
     assert "tokens" in output
 
 
-def test_evaluation_agrees_with_training_and_counts_all(trained, tmp_path, cache):
-    workdir, _, _ = trained
+def evaluate_numbered(workdir, batch_size: int) -> dict:
     run = dilm_jax.load(str(workdir))
-    assert isinstance(run.parts.task, TextTask)
-    num = len(run.parts.task.source("valid"))
-    card, samples = run.evaluate("valid", num_samples=2)
-    assert card["n"] == num and len(samples) == 2
-    one_by_one = dilm_jax.load(str(workdir))
-    one_by_one.config.eval.batch_size = 1
-    other, _ = one_by_one.evaluate("valid", num_samples=2)
-    for name in ("eval/nelbo_nats_per_token", "eval/nelbo_bits_per_byte"):
-        np.testing.assert_allclose(other[name], card[name], rtol=1e-5)
+    run.config.eval.batch_size = batch_size
+    card, samples = run.evaluate("train", num_times=1, num_samples=3)
+    assert len(samples) == 3
+    return card
+
+
+def evaluate_as_process(index: int, number: int, port: int, workdir: str) -> None:
+    """One of several that evaluate together; the first prints the card."""
+    jax.distributed.initialize(f"localhost:{port}", number, index)
+    assert jax.device_count() == number
+    card = evaluate_numbered(workdir, 64)
+    if index == 0:
+        print(json.dumps(card))
+
+
+@pytest.mark.slow
+def test_evaluation_counts_every_text_once_on_any_number_of_processes(tmp_path, cache):
+    for split, number in (("train", 1003), ("valid", 8), ("test", 8)):
+        rows = "".join(f"{split} {i} {'x' * (i % 7)}\n" for i in range(number))
+        (tmp_path / f"numbered.{split}.txt").write_text(rows)
+    config = f"--config={children.ROOT}/configs/text_joint.py:smoke"
+    argv = (config, f"--config.data.path={tmp_path}/numbered.*", *TINY)
+    command(MAIN, tmp_path / "run", *argv, cache=cache)
+    cards = {"one by one": evaluate_numbered(tmp_path / "run", 1), 1: evaluate_numbered(tmp_path / "run", 64)}
+    for number in (2, 4):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        args = (number, port, str(tmp_path / "run"))
+        processes = [children.Child(evaluate_as_process, index, *args) for index in range(number)]
+        results = [process.result() for process in processes]
+        assert not any(result.code for result in results), results
+        cards[number] = json.loads(results[0].out.splitlines()[-1])
+    for card in cards.values():
+        assert card["n"] == 1003
+        for name in ("eval/nelbo_nats_per_token", "eval/nelbo_bits_per_byte", "eval/nelbo_stderr"):
+            np.testing.assert_allclose(card[name], cards["one by one"][name], rtol=1e-6)
 
 
 def test_texts_of_others_are_scored_without_a_model(trained, tmp_path, cache):
