@@ -11,22 +11,22 @@ texts that the network's bound is over: those of the validation split that are n
 bound with its card, its curve, and ten texts.
 """
 
-import collections
 import gc
-import math
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import numpy as np
 from absl import flags
 
 import dilm_jax
 from benchmarks.common import print_row, write_json
+from benchmarks.ngrams import bigram_bits, unigram_bits
 from dilm_jax import cli, evals, metrics
 from dilm_jax.data.sources import open_source
+from dilm_jax.data.task import Task
+from dilm_jax.data.text import open_text
 from dilm_jax.judge import PLAIN, Judge
 
 _DATA = flags.DEFINE_string("data", "benchmarks/data/sotu.*.txt.gz", "What --tokenizer is made of.")
@@ -35,56 +35,19 @@ _WORKDIR = flags.DEFINE_list("workdir", [], "Runs.")
 _CONFIG = flags.DEFINE_string("config", "configs/text_joint.py:large", "What --minutes trains.")
 _MINUTES = flags.DEFINE_float("minutes", None, "Train the run in --workdir for about so long first.")
 _JUDGE = flags.DEFINE_string("judge", None, "A causal language model that scores the texts.")
+_BESIDE = flags.DEFINE_list("beside", [], "Other tokenizers, whose n-gram models are printed too.")
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 100, "Texts of each run.", lower_bound=10)
 _TIMES = flags.DEFINE_integer("times", 4, "Draws of the noising time a text, for the bound.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
 
 VOCABULARY_SIZE = 4096
-DISCOUNTS = (0.5, 0.6, 0.7, 0.8, 0.9)
-START, END = -1, -2
-Texts = Sequence[Sequence[int]]
 
 
-# --- N-grams ---------------------------------------------------------------------------------------------------------
+# --- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def unigram_bits(train: Texts, held_out: Texts, vocab_size: int, max_length: int) -> float:
-    """Of all held-out texts: their tokens, one pseudo-count each, and their lengths, one pseudo-count each."""
-    tokens, lengths = np.ones(vocab_size), np.ones(max_length + 1)
-    for text in train:
-        np.add.at(tokens, text, 1)
-        lengths[len(text)] += 1
-    log_token, log_length = np.log2(tokens / tokens.sum()), np.log2(lengths / lengths.sum())
-    return -float(sum(log_length[len(text)] + log_token[np.asarray(text, int)].sum() for text in held_out))
-
-
-def bigram_bits(train: Texts, held_out: Texts, vocab_size: int) -> tuple[float, float]:
-    """Of all held-out texts, ends included, and the discount that each bigram's count gives to unigrams."""
-    counts, contexts, followers, tokens = (collections.Counter() for _ in range(4))
-    for text in train:
-        for pair in zip([START, *text], [*text, END], strict=True):
-            followers[pair[0]] += pair not in counts
-            counts[pair] += 1
-            contexts[pair[0]] += 1
-            tokens[pair[1]] += 1
-    total = sum(tokens.values()) + vocab_size + 1
-
-    def bits(discount):
-        of_all = 0.0
-        for text in held_out:
-            for a, b in zip([START, *text], [*text, END], strict=True):
-                p = (tokens[b] + 1) / total
-                if contexts[a]:
-                    p = (max(counts[a, b] - discount, 0) + discount * followers[a] * p) / contexts[a]
-                of_all -= math.log2(p)
-        return of_all
-
-    return min((bits(discount), discount) for discount in DISCOUNTS)
-
-
-def ngrams(run: dilm_jax.Run) -> dict[str, float]:
+def ngrams(task: Task) -> dict[str, float]:
     """Bits per byte of the validation texts whose bytes are known."""
-    task = run.parts.task
     train, valid = ([source[i] for i in range(len(source))] for source in map(task.source, ("train", "valid")))
     texts = [evals.content_ids(row["tokens"], row["length"]) for row in train]
     whole = [row for row in valid if row["num_bytes"] >= 0]
@@ -100,7 +63,10 @@ def ngrams(run: dilm_jax.Run) -> dict[str, float]:
     }
 
 
-# --- Runs ------------------------------------------------------------------------------------------------------------
+def others_task(data, tokenizer: str) -> Task:
+    """The run's texts in other tokens."""
+    options = {key: data[key] for key in ("path", "origin", "max_length", "unit", "field", "overlong")}
+    return open_text(tokenizer=tokenizer, **options)
 
 
 def make_tokenizer(directory: str) -> None:
@@ -137,16 +103,18 @@ def report(workdir: str, judge: evals.TextScorer | None) -> dict:
     """Prints and returns what is to be said of a run."""
     run = dilm_jax.load(workdir)
     started = time.monotonic()
-    beside = ngrams(run)
+    beside = ngrams(run.parts.task)
     card, samples = run.evaluate("valid", num_times=_TIMES.value, num_samples=_NUM_SAMPLES.value, judge=judge)
     (bound,) = (value for name, value in card.items() if name.startswith("eval/nelbo_bits_per_byte"))
     error = card["eval/nelbo_stderr"] / card["eval/nelbo_nats_per_token"] * bound
     print(f"\n{workdir}: {len(samples)} texts in {time.monotonic() - started:.0f} s\n")
     print_row(["model", "bits per byte"], header=True)
-    rows = {"unigrams and lengths": f"{beside['unigram']:.3f}", "bigrams": f"{beside['bigram']:.3f}"}
-    rows[f"{run.config.process.family}, bound"] = f"{bound:.3f} ± {error:.3f}"
-    for row in rows.items():
-        print_row(row)
+    data = run.config.data
+    others = {name: ngrams(others_task(data, name)) for name in _BESIDE.value}
+    for name, row in {"": beside, **{f" of {name}": row for name, row in others.items()}}.items():
+        print_row([f"unigrams and lengths{name}", f"{row['unigram']:.3f}"])
+        print_row([f"bigrams{name}", f"{row['bigram']:.3f}"])
+    print_row([f"{run.config.process.family}, bound", f"{bound:.3f} ± {error:.3f}"])
     print(f"\n{evals.format_card(card)}\n")
     curve = [
         (row["step"], row[name])
@@ -157,14 +125,22 @@ def report(workdir: str, judge: evals.TextScorer | None) -> dict:
     print("bits per byte by step: " + ", ".join(f"{step}: {value:.3f}" for step, value in curve))
     for row in samples[:10]:
         print(f"- {row['generated']}")
-    return {"workdir": workdir, "ngrams": beside, "card": card, "curve": curve, "samples": samples[:10]}
+    return {
+        "workdir": workdir,
+        "ngrams": beside,
+        "others": others,
+        "card": card,
+        "curve": curve,
+        "samples": samples[:10],
+    }
 
 
 def main() -> None:
     if _TOKENIZER.value:
         make_tokenizer(_TOKENIZER.value)
-    for workdir in _WORKDIR.value if _MINUTES.value else []:
-        train(workdir, _MINUTES.value)
+    if _MINUTES.value:
+        for workdir in _WORKDIR.value:
+            train(workdir, _MINUTES.value)
     judge = evals.TextScorer(Judge.load(_JUDGE.value), PLAIN) if _JUDGE.value else None
     rows = []
     for workdir in _WORKDIR.value:

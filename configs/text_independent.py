@@ -1,8 +1,8 @@
 """Texts of your own: `--config.data.path=FILE`, a line a text, in bytes. DILM-M.
 
 A network for two CPU cores or a small GPU. Where files are not named train, valid and test, one row in a hundred is the
-validation split and one the test split. The schedule covers all texts: a token stays with probability 3e-7 at t = 1. The loss
-is that of text_joint.py.
+validation split and one the test split. The schedule covers all texts: a token stays with probability 3e-7 at
+t = 1. The loss is that of text_joint.py.
 `:large` is the paper's network.
 """
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
 import children
 from benchmarks import exact_sampling as exact
+from benchmarks.ngrams import bigram_bits, unigram_bits
 from dilm_jax.processes.independent import Independent
 from dilm_jax.sampling import SamplingOptions
 
@@ -54,25 +56,59 @@ def test_event_gives_a_long_text_its_length(family, eps):
 SCRIPTS = {
     "exact_sampling": ["--draws=50", "--family=joint", "--only=event"],
     "sampling": ["--config=configs/star_tiny_joint.py:smoke", "--num=4", "--batches=1,2", "--seconds=0.1"],
-    "quality": [
-        "--max_length=30", "--steps=2", "--width=16", "--layers=1", "--num=4", "--masks=5", "--lengths=5",
-    ],
+    "loading": ["--data=tests/data/sotu.txt", "--batch_size=8", "--steps=3"],
 }  # fmt: skip
+OF_A_TEXT_RUN = {
+    "quality": ["--num=4", "--masks=5", "--lengths=5", "--only=event, 1"],
+    "text": ["--num_samples=10", "--times=1"],
+}
+
+
+def run_script(script, path, argv):
+    result = children.command(f"benchmarks.{script}", *argv, f"--json={path / 'rows.json'}").result()
+    assert result.code == 0, result.out + result.err
+    return json.loads((path / "rows.json").read_text()), result.out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_runs(script, tmp_path):
-    argv = [*SCRIPTS[script], f"--json={tmp_path / 'rows.json'}"]
-    argv += [] if script == "exact_sampling" else ["--only=event, 1"]
-    argv += [f"--plot={tmp_path / 'plot.png'}", f"--workdir={tmp_path}"] if script == "quality" else []
-    result = children.command(f"benchmarks.{script}", *argv).result()
-    assert result.code == 0, result.out + result.err
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows, _ = run_script(script, tmp_path, SCRIPTS[script])
     if script == "exact_sampling":
         assert {row["sampler"] for row in rows["worlds"]} == {"event"} and len(rows["worlds"]) == 2
-    if script == "quality":
-        assert (tmp_path / "plot.png").stat().st_size < 100_000
-        for asked in rows["asked"]:
-            assert asked["in_place"] == asked["in_order"] == asked["contexts"] == 5
-            assert asked["right"] == asked["texts"] == 5
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("text")
+    result = children.command("dilm_jax.main", "--config=configs/text_joint.py:smoke", f"--workdir={workdir}").result()
+    assert result.code == 0, result.err
+    return workdir
+
+
+@pytest.mark.slow
+def test_quality_keeps_contexts_and_lengths(text_run, tmp_path):
+    argv = [*OF_A_TEXT_RUN["quality"], f"--workdir={text_run}", f"--plot={tmp_path / 'plot.png'}"]
+    rows, _ = run_script("quality", tmp_path, argv)
+    assert (tmp_path / "plot.png").stat().st_size < 100_000
+    (asked,) = rows["asked"]
+    assert asked["in_place"] == asked["in_order"] == asked["contexts"] == 5
+    assert asked["right"] == asked["texts"] == 5
+
+
+@pytest.mark.slow
+def test_text_prints_the_bound_beside_ngrams(text_run, tmp_path):
+    _, out = run_script("text", tmp_path, [*OF_A_TEXT_RUN["text"], f"--workdir={text_run}"])
+    assert "| bigrams |" in out and "| joint, bound |" in out
+
+
+def test_ngrams_by_hand():
+    """Of "a a b" and "b", each letter a bit where nothing is known."""
+    train, held_out = [[0, 0, 1], [1]], [[0]]
+    tokens, length = (2 + 1) / (4 + 2), (1 + 1) / (2 + 4)  # one pseudo-count each; lengths are 0 to 3
+    assert unigram_bits(train, held_out, 2, 3) == pytest.approx(-math.log2(tokens * length))
+    bits, discount = bigram_bits(train, held_out, 2)
+    total, d = 6 + 2 + 1, discount  # tokens and two ends; two letters and the end
+    first = (1 - d + d * 2 * (2 + 1) / total) / 2  # after the start: a once, b once
+    last = (0 + d * 2 * (2 + 1) / total) / 2  # after a: a once, b once, never the end
+    assert bits == pytest.approx(-math.log2(first) - math.log2(last))

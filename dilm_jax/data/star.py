@@ -294,10 +294,19 @@ class StarGraphs:
     seed: int
 
     lossless = True
-    name = property(lambda self: f"star_{self.graphs.name}")
     protocol = "complete the prompt, compare the whole answer"
-    vocabulary = property(lambda self: self.graphs.vocabulary)
-    max_length = property(lambda self: self.graphs.max_length)
+
+    @property
+    def name(self) -> str:
+        return f"star_{self.graphs.name}"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.graphs.vocabulary
+
+    @property
+    def max_length(self) -> int:
+        return self.graphs.max_length
 
     def source(self, split: str) -> Memo:
         return Memo(StarSource(task=self.graphs, split=split, seed=self.seed))

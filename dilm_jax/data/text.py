@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dilm_jax import text_metrics
+from dilm_jax.canvas import Vocabulary
 from dilm_jax.data.loader import Source
 from dilm_jax.data.sources import Split, open_source
 from dilm_jax.data.store import PREPARED, UNFINISHED, Counts, Settings, Store, TokenRows, tokenize_in_memory
@@ -51,10 +52,15 @@ class TextTask:
     max_length: int
     open_rows: Callable[[], tuple[Mapping[str, TokenRows], Mapping[str, Counts]]]
 
-    lossless = property(lambda self: self.tokenizer.lossless)
-    vocabulary = property(lambda self: self.tokenizer.vocabulary)
-    lossless = property(lambda self: self.tokenizer.lossless)
     protocol = "texts from nothing, one for each of the split's; entropy, n-grams and lengths in tokens"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.tokenizer.vocabulary
+
+    @property
+    def lossless(self) -> bool:
+        return self.tokenizer.lossless
 
     def source(self, split: str) -> Source:
         if split not in SPLITS:

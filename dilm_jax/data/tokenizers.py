@@ -142,8 +142,12 @@ class HuggingFaceTokenizer:
     name: str
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
 
-    @functools.cached_property
+    @property
     def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
         own = self.tokenizer
         size, ids = len(own), {}
         wanted = {"eos": (own.eos_token_id, own.sep_token_id)}
@@ -157,14 +161,22 @@ class HuggingFaceTokenizer:
             reserved.discard(own.unk_token_id)
         return Vocabulary(size=size, **ids, reserved=tuple(sorted(reserved)))
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         said = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.sha256(f"{said}{dataclasses.astuple(self.vocabulary)}".encode()).hexdigest()
 
-    @functools.cached_property
+    @property
     def lossless(self) -> bool:
         """As far as PROBES tell."""
+        return self._lossless
+
+    @functools.cached_property
+    def _lossless(self) -> bool:
         return all(self.decode(self.encode(text)) == text for text in PROBES)
 
     def encode(self, text: str) -> list[int]:
