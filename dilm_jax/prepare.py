@@ -108,7 +108,7 @@ def prepare(
                 shards[split] = _write_split(directory, split, rows, tokenize, shard_rows)
         train = sum(shards["train"], Counts())
         if not train.kept:
-            raise ValueError(f"{source}: no row of train is left: {train.read:,} read, {describe_dropped(train)}")
+            raise ValueError(f"{source}: no row of train is left: {train.describe()}")
     except ValueError:
         shutil.rmtree(directory / store.UNFINISHED)
         shutil.rmtree(directory / store.TOKENIZER)
@@ -327,8 +327,7 @@ def report(manifest: Mapping[str, Any]) -> str:
 
 def _split_report(split: str, counts: Counts, num_shards: int) -> list[str]:
     files = f"{num_shards:,} file{'' if num_shards == 1 else 's'}"
-    kept = f"{counts.kept:,} kept ({counts.truncated:,} truncated)"
-    lines = [f"{split}: {counts.read:,} rows read, {kept}, {describe_dropped(counts)}; {files}"]
+    lines = [f"{split}: {counts.describe()}; {files}"]
     if not counts.read:
         lines.append("  the source is too small to hash rows out of it: give this split a file of its own")
     if counts.kept:
@@ -336,11 +335,6 @@ def _split_report(split: str, counts: Counts, num_shards: int) -> list[str]:
     if counts.num_tokens:
         lines.append(f"  bytes a token {counts.num_bytes / counts.num_tokens:.3f} (rows that were not truncated)")
     return lines
-
-
-def describe_dropped(counts: Counts) -> str:
-    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.dropped.items()))
-    return f"{sum(counts.dropped.values()):,} dropped" + (f" ({reasons})" if reasons else "")
 
 
 def describe_lengths(counts: Counts) -> str:

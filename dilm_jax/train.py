@@ -27,6 +27,7 @@ from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
+from dilm_jax.data.task import SPLITS
 from dilm_jax.metrics import MetricsWriter, Progress, plot
 from dilm_jax.processes.base import Process
 
@@ -220,6 +221,12 @@ def fit(
     batches = loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
     rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
     sizes = config.eval
+    for split in SPLITS:
+        if not len(parts.task.source(split)):
+            raise ValueError(
+                f"the {split} split of {parts.task.name} has 0 examples: give more text, or files that are named "
+                "train, valid and test"
+            )
     evaluator = evals.Evaluator(parts, mesh, sizes.batch_size, sizes.num_times, sizes.num_samples)
     num_valid, num_test = (min(sizes[f"num_{name}"], len(parts.task.source(name))) for name in ("valid", "test"))
     train_step = make_train_step(config, parts, mesh)

@@ -103,7 +103,7 @@ def test_the_lm1b_archive(tmp_path):
         (["--source=a.txt", "--tokenizer=bytes", "--out=a.txt"], "--out=a.txt is a file"),
         (
             ["--source=a.txt", "--tokenizer=bytes", "--out=out", "--max_length=1", "--overlong=drop"],
-            "a.txt: no row of train is left: 2 read, 2 dropped (2 overlong)",
+            "a.txt: no row of train is left: 2 rows read, 0 kept (0 truncated), 2 dropped (2 overlong)",
         ),
         (
             ["--source=a.txt", "--tokenizer=bytes", "--out=out", "--max_length=3", "--overlong=error"],
@@ -290,8 +290,7 @@ def test_lengths_are_described():
     assert len(prepare.describe_lengths(counts).split("  ", 1)[1]) == prepare.BARS
     assert prepare.describe_lengths(Counts(lengths={7: 3})) == "7–7, mean 7.0, median 7, 90% 7, 99% 7  █"
     assert (
-        prepare.describe_dropped(Counts(dropped={"overlong": 1200, "empty": 1}))
-        == "1,201 dropped (1 empty, 1,200 overlong)"
+        Counts(dropped={"overlong": 1200, "empty": 1}).describe_dropped() == "1,201 dropped (1 empty, 1,200 overlong)"
     )
 
 

@@ -1,43 +1,29 @@
 """Text from archive to card: prepare, main, evaluate and generate as a user starts them."""
 
-import io
+import functools
 import json
-import pathlib
+import os
 import socket
-import tarfile
 
 import jax
 import numpy as np
 import pytest
 
 import children
+import corpora
 import dilm_jax
+from corpora import ARCHIVE, SENTENCES
 
 MAIN, EVALUATE, GENERATE, PREPARE = (f"dilm_jax.{name}" for name in ("main", "evaluate", "generate", "prepare"))
-SENTENCES = [line[:30] for line in (children.ROOT / "tests" / "data" / "sotu.txt").read_text().splitlines()]
-ARCHIVE = "1-billion-word-language-modeling-benchmark-r13output"
 TINY = ("--config.model.num_layers=1", "--config.model.width=16", "--config.model.mlp_width=32")
 FIGURES = {"entropy", "length_mean", "length_ks", "distinct_1", "distinct_2", "distinct_3", "repeated_4gram"}
-
-
-def write_archive(path: pathlib.Path) -> None:
-    """The names of the official one, with a few sentences in each."""
-    folder = f"{ARCHIVE}/training-monolingual.tokenized.shuffled/news.en-{{:05d}}-of-00100"
-    heldout = f"{ARCHIVE}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{{:05d}}-of-00050"
-    names = [folder.format(i) for i in range(1, 100)] + [heldout.format(i) for i in range(50)]
-    with tarfile.open(path, "w:gz") as tar:
-        for i, name in enumerate(names):
-            raw = "".join(f"{SENTENCES[(3 * i + k) % len(SENTENCES)]} ({i})\n" for k in range(3)).encode()
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            tar.addfile(info, io.BytesIO(raw))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache):
     """A run of configs/lm1b_joint.py on what prepare made of an archive, with the line of each command."""
     tmp = tmp_path_factory.mktemp("lm1b")
-    write_archive(tmp / f"{ARCHIVE}.tar.gz")
+    corpora.write_archive(tmp / f"{ARCHIVE}.tar.gz")
     flags = [f"--source=lm1b:{tmp / ARCHIVE}.tar.gz", "--tokenizer=bytes", "--max_length=40", f"--out={tmp / 'data'}"]
     prepared = children.command(PREPARE, *flags, cache=cache).result()
     assert prepared.code == 0, prepared.err
@@ -48,8 +34,8 @@ def trained(tmp_path_factory, cache):
     return tmp / "run", prepared.out + prepared.err, run.out + run.err
 
 
-def command(module, workdir, *argv, cache):
-    result = children.command(module, f"--workdir={workdir}", *argv, cache=cache).result()
+def command(module, workdir, *argv, cache, before=None):
+    result = children.command(module, f"--workdir={workdir}", *argv, cache=cache, before=before).result()
     assert result.code == 0, result.err
     return result.out
 
@@ -65,6 +51,19 @@ def test_an_archive_becomes_a_card(trained):
     first, second = (next(line for line in lines if line.startswith(name)) for name in ("data ", "samples "))
     assert lines.index(first) < lines.index(second)  # the data row comes first
     assert "tokens" in output
+
+
+def set_data_dir(directory: str) -> None:
+    os.environ["TFDS_DATA_DIR"] = directory
+
+
+def test_a_tfds_builder_becomes_a_card(tmp_path, cache):
+    corpora.write_tfds(tmp_path / "tfds", 400)
+    there = functools.partial(set_data_dir, str(tmp_path / "tfds"))
+    config = f"--config={children.ROOT}/configs/text_joint.py:smoke"
+    argv = (config, "--config.data.path=tfds:tiny_news", *TINY)
+    out = command(MAIN, tmp_path / "run", *argv, cache=cache, before=there)
+    assert "valid: 5 rows read, 5 kept" in out and "eval/nelbo_bits_per_byte" in out
 
 
 def evaluate_numbered(workdir, batch_size: int) -> dict:

@@ -99,10 +99,12 @@ class Counts:
 
     def describe(self) -> str:
         """In a line."""
-        what = [f"{self.kept:,} of {self.read:,} rows"]
-        what += [f"{self.truncated:,} truncated"] * (self.truncated > 0)
-        what += [f"{number:,} dropped ({reason})" for reason, number in sorted(self.dropped.items())]
-        return ", ".join(what)
+        kept = f"{self.kept:,} kept ({self.truncated:,} truncated)"
+        return f"{self.read:,} rows read, {kept}, {self.describe_dropped()}"
+
+    def describe_dropped(self) -> str:
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(self.dropped.items()))
+        return f"{sum(self.dropped.values()):,} dropped" + (f" ({reasons})" if reasons else "")
 
     def to_json(self) -> dict[str, Any]:
         lengths = {str(length): self.lengths[length] for length in sorted(self.lengths)}

@@ -6,12 +6,12 @@ import itertools
 import json
 import sys
 import types
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import zstandard
 
+import corpora
 from dilm_jax.data import sources
 
 COMPRESS = {"": lambda raw: raw, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -282,29 +282,9 @@ def test_a_huge_file_is_told_by_size_time_and_both_ends(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tfds_dir(tmp_path_factory):
-    """A prepared data set of 30 + 5 rows, made as any other, without TensorFlow."""
-    import tensorflow_datasets as tfds
-
-    class TinyNews(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.2.0")
-        url_infos: ClassVar = {}  # nothing to download: TFDS need not look for a file of them
-
-        def _info(self):
-            features = {"text": tfds.features.Text(), "id": tfds.features.Scalar(np.int64)}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-        def _split_generators(self, dl_manager):
-            return {"train": self._rows("train", 30), "validation": self._rows("valid", 5), "extra": self._rows("x", 1)}
-
-        def _rows(self, name, number):
-            return ((i, {"text": f"{name} {i} é\n\x00", "id": i}) for i in range(number))
-
-        def _generate_examples(self):
-            raise NotImplementedError
-
+    """A prepared data set of 30 + 5 rows."""
     directory = tmp_path_factory.mktemp("tfds")
-    tfds.display_progress_bar(False)
-    TinyNews(data_dir=str(directory), file_format="array_record").download_and_prepare()
+    corpora.write_tfds(directory, 30)
     assert "tensorflow" not in sys.modules
     return directory
 

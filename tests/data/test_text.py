@@ -118,7 +118,7 @@ def test_a_file_is_tokenised_in_memory_and_its_counts_are_told(tmp_path):
     assert sum(sizes.values()) == 501 and 0 < sizes["valid"] < 20 and 0 < sizes["test"] < 20
     notes = task.notes()
     assert [note.split(":")[0] for note in notes] == list(sizes)
-    assert sum(", 1 truncated" in note for note in notes) == 1
+    assert sum("(1 truncated)" in note for note in notes) == 1
     with pytest.raises(ValueError, match="unknown split 'dev'; choose one of train, valid, test"):
         task.source("dev")
 
