@@ -205,6 +205,8 @@ def text_figures(
 ) -> dict[str, Any]:
     """What is said of texts that any system wrote, beside as many of a split's first `num` rows (None: all)."""
     source = task.source(split)
+    if num is not None and not 1 <= num <= len(source):
+        raise ValueError(f"cannot compare with {num} texts: the {split} split has {len(source)}")
     references = [content_ids(row["tokens"], row["length"]) for row in (source[i] for i in range(num or len(source)))]
     generated = [task.tokenizer.encode(text) for text in texts]
     beside = references[: len(generated)]
@@ -298,10 +300,13 @@ def commit() -> str:
         return "unknown"
 
 
-def write_card(path: pathlib.Path, results: Mapping[str, Any]) -> None:
-    """A number that is not finite becomes null."""
-    rows = {name: metrics.or_null(value) for name, value in results.items()}
-    path.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
+def without_infinities(results: Mapping[str, Any]) -> dict[str, Any]:
+    """A number that is not finite becomes null: JSON has none."""
+    return {name: metrics.or_null(value) for name, value in results.items()}
+
+
+def write_json(path: pathlib.Path, tree: Any) -> None:
+    path.write_text(json.dumps(tree, indent=2, allow_nan=False) + "\n")
 
 
 def format_card(results: Mapping[str, Any]) -> str:
@@ -323,7 +328,7 @@ _CARD_ROWS = (("data", "data"), ("samples", "eval"))
 def format_quality(cards: list[Mapping[str, Any]]) -> str:
     """Cards of several samplers as a table, the data first."""
     names = [name.removeprefix("eval/") for name in cards[0] if name.startswith("eval/")]
-    rows = [_table_row("data", "data/", cards[0], names)]
+    rows = [_table_row("data", "data/", cards[0], names)] if any(name.startswith("data/") for name in cards[0]) else []
     rows += [_table_row(card["sampler"].split(", gap")[0], "eval/", card, names) for card in cards]
     return "\n".join(_aligned([["", *names], *rows]))
 

@@ -12,7 +12,6 @@ DIR/quality.png: quality against network calls.
 is then of the split of a run's data, or of `--data=FILE` in tokens of `--tokenizer`. Writes FILE.eval.json.
 """
 
-import json
 import os
 import pathlib
 from typing import Any
@@ -74,7 +73,7 @@ def main() -> None:
         print(evals.format_card(card))
         for line in [*run.parts.task.notes(), *filter(None, [evals.likelihood_note(run.parts, _SPLIT.value)])]:
             print(line)
-        evals.write_card(run.workdir / "eval.json", card)
+        evals.write_json(run.workdir / "eval.json", evals.without_infinities(card))
         evals.write_samples(run.workdir / "samples" / f"{_SPLIT.value}.jsonl", samples)
 
 
@@ -87,6 +86,11 @@ def check_flags() -> None:
     for flag in (_DATA, _TOKENIZER):
         if flag.value and (not _SAMPLES.value or _WORKDIR.value):
             raise ValueError(f"--{flag.name} has no effect but with --samples and without --workdir")
+    for flag in (_NUM_SAMPLES, _SAMPLER, _STEPS, _TIMES, _CALLS, _SEED):
+        if flag.value is not None and _SAMPLES.value:
+            raise ValueError(f"--{flag.name} has no effect with --samples, which generates nothing; leave it out")
+    if _TIMES.value is not None and _STEPS.value and len(_STEPS.value) > 1:
+        raise ValueError("--times has no effect with several --steps, which print no likelihood; leave it out")
 
 
 def load(**sampling: Any) -> Run:
@@ -94,6 +98,8 @@ def load(**sampling: Any) -> Run:
 
 
 def evaluate(run: Run, judge: TextScorer | None, bound: bool = True):
+    if judge is not None and not isinstance(run.parts.task, TextTask):
+        raise ValueError(f"--judge scores texts, but {run.workdir} is a run of {run.parts.task.name}")
     return run.evaluate(
         _SPLIT.value,
         _NUM.value,
@@ -114,7 +120,7 @@ def compare_steps(steps: list[int], judge: TextScorer | None) -> None:
         card, _ = evaluate(run, judge, bound=False)
         rows.append(card)
         print(evals.format_quality(rows), flush=True)
-    (run.workdir / "quality.json").write_text(json.dumps(rows, indent=2) + "\n")
+    evals.write_json(run.workdir / "quality.json", [evals.without_infinities(row) for row in rows])
     evals.plot_quality(rows, run.workdir / "quality.png")
 
 
@@ -133,7 +139,7 @@ def score_file(path: pathlib.Path, judge: TextScorer | None) -> dict[str, Any]:
     texts = [row.text for row in File(path=str(path), unit="line", field="text")]
     card = {"split": split, "n": len(texts), "protocol": f"{task.name}: texts of {path.name}", "commit": evals.commit()}
     card |= evals.text_figures(task, split, _NUM.value, texts, judge)
-    evals.write_card(path.with_suffix(".eval.json"), card)
+    evals.write_json(path.with_suffix(".eval.json"), evals.without_infinities(card))
     return card
 
 

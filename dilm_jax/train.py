@@ -255,7 +255,7 @@ def fit(
     evals.write_samples(directory / "samples" / "test.jsonl", samples)
     card = evals.card(parts, results, split="test", num=num_test, checkpoint=int(state.step), seed=config.seed)
     if jax.process_index() == 0:
-        evals.write_card(directory / "eval.json", card)
+        evals.write_json(directory / "eval.json", evals.without_infinities(card))
         plot(directory)
     progress.note(evals.format_card(card))
     return card
@@ -348,7 +348,8 @@ class Reporter:
 
     def evaluation(self, step: int, results) -> None:
         self._writer.write(step, results)
-        self._progress.note(f"step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in results.items()))
+        said = (f"{name} {value:.4g}" for name, value in results.items() if name.startswith("eval/"))
+        self._progress.note(f"step {step}  " + "  ".join(said))
         self._since_step = None  # the time spent here is not training
 
 
