@@ -134,8 +134,13 @@ def score_file(path: pathlib.Path, judge: TextScorer | None) -> dict[str, Any]:
     else:
         data = File(path=cli.required("data"), unit="line", field="text")
         made = load_tokenizer(cli.required("tokenizer"), (row.text for row in data))
-        rows = tokenize_in_memory({split: data}, made, Settings())
-        task = TextTask(name=f"text {_DATA.value}", tokenizer=made, max_length=2**31 - 1, open_rows=lambda: rows)
+        rows, counts = tokenize_in_memory({split: data}, made, Settings())
+        task = TextTask(
+            name=f"text {_DATA.value}",
+            tokenizer=made,
+            max_length=max(counts[split].lengths),
+            open_rows=lambda: (rows, counts),
+        )
     texts = [row.text for row in File(path=str(path), unit="line", field="text")]
     card = {"split": split, "n": len(texts), "protocol": f"{task.name}: texts of {path.name}", "commit": evals.commit()}
     card |= evals.text_figures(task, split, _NUM.value, texts, judge)

@@ -65,7 +65,7 @@ WRONG = [
     (EVALUATE, ["--workdir={run}", "--split=tets"], "unknown split 'tets'; choose one of train, valid, test"),
     (EVALUATE, ["--workdir={run}", "--num=5001"], "cannot evaluate 5001 examples: choose 1 to 5000"),
     (EVALUATE, ["--workdir={run}", "--seed=-1"], "--seed=-1"),
-    (EVALUATE, ["--workdir={run}", "--sampler=leap", "--steps=0"], "num_steps must be at least 1, got 0"),
+    (EVALUATE, ["--workdir={run}", "--sampler=leap", "--steps=0"], "--steps: '0' is not a number of steps"),
     (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
     (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
     (GENERATE, ["--workdir={run}", "--sampler=leap", "--calls=1"], "calls = 1 has no effect without .*sampler = event"),

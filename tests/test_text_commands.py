@@ -62,8 +62,9 @@ def test_a_tfds_builder_becomes_a_card(tmp_path, cache):
     there = functools.partial(set_data_dir, str(tmp_path / "tfds"))
     config = f"--config={children.ROOT}/configs/text_joint.py:smoke"
     argv = (config, "--config.data.path=tfds:tiny_news", *TINY)
-    out = command(MAIN, tmp_path / "run", *argv, cache=cache, before=there)
-    assert "valid: 5 rows read, 5 kept" in out and "eval/nelbo_bits_per_byte" in out
+    command(MAIN, tmp_path / "run", *argv, cache=cache, before=there)
+    card = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert 1 <= card["n"] <= 8 and card["eval/nelbo_bits_per_byte"] > 0
 
 
 def evaluate_numbered(workdir, batch_size: int) -> dict:
@@ -169,7 +170,7 @@ def test_generation_from_nothing_prompts_and_infills(trained, tmp_path, cache):
             "data.difficulty = hard has no",
         ),
         (MAIN, ["--config=configs/star_tiny_joint.py", "--config.data.path=x"], "data.path = x has no effect"),
-        (MAIN, ["--config=configs/lm1b_joint.py:smoke", "--config.data.path={data}"], "has texts of 40 tokens"),
+        (MAIN, ["--config=configs/lm1b_joint.py:smoke", "--config.data.path={data}"], "has texts of 37 tokens"),
         (
             MAIN,
             ["--config=configs/lm1b_joint.py", "--config.data.path={data}"],

@@ -394,14 +394,29 @@ def probe_data(made, parts, mesh):
 PROBES = {name.removeprefix("probe_"): probe for name, probe in list(globals().items()) if name.startswith("probe_")}
 WARM = (("sampling.temperature", 1.0), ("sampling.gap_temperature", 1.0))
 COSINE = (("optim.schedule", "cosine"), ("num_steps", 8))
+NOTES = pathlib.Path(__file__).parent / "data" / "notes"
+TEXT = (
+    ("data.source", "text"),
+    ("data.difficulty", "easy"),
+    ("data.path", f"{NOTES}/*.txt"),
+    ("data.max_length", 200),
+)
+ROWS = (*TEXT, ("data.path", f"{NOTES}/*.jsonl"))
 
 # Key: another value, the probes that must see it, and what else must be set for it to matter.
 EFFECTS = {
     "seed": (1, "init noise loop", ()),
     "batch_size": (16, "loop", ()),
     "num_steps": (13, "loop", ()),
-    "data.difficulty": ("easy", "data loop", ()),
+    "data.difficulty": ("hard", "data loop", ()),
     "data.seed": (1, "data loop", ()),
+    "data.source": ("text", "data", (("data.path", f"{NOTES}/*.txt"),)),
+    "data.path": (f"{NOTES.parent}/sotu.txt", "data", TEXT),
+    "data.tokenizer": ("chars", "data", TEXT),
+    "data.max_length": (20, "data", TEXT),
+    "data.unit": ("block", "data", TEXT),
+    "data.field": ("body", "data", ROWS),
+    "data.overlong": ("drop", "data", (*TEXT, ("data.max_length", 20))),
     "data.infill_fraction": (0.5, "noise", ()),
     "model.num_layers": (3, "network", ()),
     "model.width": (32, "network", ()),
@@ -462,6 +477,7 @@ EFFECTS = {
     "eval.num_test": (25, "loop", ()),
     "eval.batch_size": (16, "loop", ()),
     "eval.num_times": (2, "loop", ()),
+    "eval.num_samples": (2, "loop", TEXT),
 }
 
 
@@ -471,11 +487,14 @@ def probed(name, *overrides):
     return PROBES[name](made, config_lib.build(made), mesh)
 
 
-@pytest.mark.parametrize("key", config_lib.flatten(config_lib.default_config()))
+def test_the_origin_of_data_is_said_where_they_are_not():
+    made = tiny.config("joint", *TEXT, ("data.path", f"{NOTES}/absent"), ("data.origin", "hf:there"))
+    with pytest.raises(ValueError, match="these data come from hf:there: python -m dilm_jax.prepare --source=hf:there"):
+        config_lib.build(made)
+
+
+@pytest.mark.parametrize("key", sorted(config_lib.flatten(config_lib.default_config()).keys() - {"data.origin"}))
 def test_every_key_of_the_config_has_an_effect(key, monkeypatch, tmp_path):
-    if key == "data.source":  # there is one
-        assert config_lib.CHOICES[key] == (tiny.config().data.source,)
-        return
     value, probes, needed = EFFECTS[key]
     for name in probes.split():
         if name == "loop":
@@ -493,9 +512,11 @@ def test_a_key_that_would_have_no_effect_is_refused(key):
     first = [next(iter(needed.items())) for needed in config_lib.NEEDS[key]]
     choices = config_lib.CHOICES | {"sampling.corrector_steps": (0,)}
     others = [(name, next(x for x in choices[name] if x not in values)) for name, values in first]
+    if ("data.source", "text") in others:
+        others.append(("data.difficulty", "easy"))
     made = tiny.config("joint", *others)
     config_lib.validate(made, 1)
-    made.update_from_flattened_dict({key: EFFECTS[key][0]})
+    made.update_from_flattened_dict({key: "x" if key == "data.origin" else EFFECTS[key][0]})
     with pytest.raises(ValueError, match=rf"config.{key} = .* has no effect without {first[0][0]} = "):
         config_lib.validate(made, 1)
 

@@ -139,7 +139,11 @@ def test_a_split_streams_and_starts_again(tmp_path):
         ("a.txt", "\n\r\n\n", r"a\.txt has no text"),
         ("a.csv", "id,text\n", r"a\.csv has no text"),
         ("a.txt", "", r"a\.txt has no text"),
-        ("a.txt.gz", gzip.compress(b"one\n" * 9)[:-3], r"a\.txt\.gz:\d+: the compressed file is damaged or cut off"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"one\n" * 9, mtime=0)[:-3],
+            r"a\.txt\.gz:\d+: the compressed file is damaged or cut off",
+        ),
         ("a.txt.zst", zstandard.compress(b"one\n" * 9)[:-3], r"a\.txt\.zst:\d+: the compressed file is damaged or cut"),
         ("a.txt.gz", b"no gzip", r"a\.txt\.gz:1: the compressed file is damaged or cut off"),
         ("a.txt.zst", b"no zstandard", r"a\.txt\.zst:1: the compressed file is damaged or cut off"),
