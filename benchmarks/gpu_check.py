@@ -19,6 +19,7 @@ import time
 import jax
 import numpy as np
 from absl import flags
+from jax.sharding import AxisType
 
 import dilm_jax
 from benchmarks.common import ONE_DEVICE, print_row, write_json
@@ -76,7 +77,8 @@ def numerics() -> dict[str, float]:
 
 
 def cpu_mesh():
-    return jax.make_mesh((1, 1, 1), tuple(ONE_DEVICE.axis_names), devices=jax.devices("cpu")[:1])
+    names = tuple(ONE_DEVICE.axis_names)
+    return jax.make_mesh((1, 1, 1), names, axis_types=(AxisType.Auto,) * 3, devices=jax.devices("cpu")[:1])
 
 
 def speed(name: str) -> dict:

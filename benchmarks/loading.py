@@ -7,7 +7,8 @@ directory (cold: no row was read before), and from memory. Rows a second and mil
 loader has one, beside the device's.
 """
 
-import pathlib
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -17,7 +18,6 @@ from benchmarks.common import print_row, write_json
 from dilm_jax import cli
 from dilm_jax.data import loader, sources, store, tokenizers
 from dilm_jax.data.text import TextSource
-from dilm_jax.prepare import prepare
 
 _DATA = flags.DEFINE_string("data", "benchmarks/data/sotu.*.txt.gz", "A source, as prepare takes it.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", "bytes", "bytes, or a Hugging Face name or directory.")
@@ -43,8 +43,10 @@ def main() -> None:
     splits = sources.open_source(_DATA.value)
     settings = store.Settings(max_length=_MAX_LENGTH.value)
     with tempfile.TemporaryDirectory() as directory:
-        prepare(_DATA.value, splits, tokenizer, settings, pathlib.Path(directory) / "data")
-        on_disk = store.Store.open(pathlib.Path(directory) / "data").splits["train"]
+        flags_of_prepare = {"source": _DATA.value, "tokenizer": _TOKENIZER.value, "max_length": _MAX_LENGTH.value}
+        command = [sys.executable, "-m", "dilm_jax.prepare", f"--out={directory}/data"]
+        subprocess.run([*command, *(f"--{name}={value}" for name, value in flags_of_prepare.items())], check=True)
+        on_disk = store.Store.open(f"{directory}/data").splits["train"]
         in_memory, _ = store.tokenize_in_memory({"train": splits["train"]}, tokenizer, settings)
         measured = {
             "prepared directory": seconds_of(on_disk, tokenizer),

@@ -52,6 +52,8 @@ def ngrams(task: Task) -> dict[str, float]:
     texts = [evals.content_ids(row["tokens"], row["length"]) for row in train]
     whole = [row for row in valid if row["num_bytes"] >= 0]
     held_out = [evals.content_ids(row["tokens"], row["length"]) for row in whole]
+    if not whole:
+        raise ValueError(f"all {len(valid)} validation texts of {task.name} are truncated: raise data.max_length")
     num_bytes = sum(int(row["num_bytes"]) for row in whole)
     bigram, discount = bigram_bits(texts, held_out, task.vocabulary.size)
     return {

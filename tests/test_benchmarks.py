@@ -85,7 +85,8 @@ def test_a_benchmark_runs(script, tmp_path):
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("text")
-    result = children.command("dilm_jax.main", "--config=configs/text_joint.py:smoke", f"--workdir={workdir}").result()
+    argv = ["--config=configs/text_joint.py:smoke", "--config.data.max_length=200", f"--workdir={workdir}"]
+    result = children.command("dilm_jax.main", *argv).result()
     assert result.code == 0, result.err
     return workdir
 
