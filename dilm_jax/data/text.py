@@ -121,7 +121,11 @@ class TextTask:
     def format_text(self, ids: Tokens, num_prompt: int) -> str:
         return self.tokenizer.decode(list(ids))
 
-    format_answer = format_span = format_prompt
+    def format_answer(self, answer: Tokens) -> str:
+        return self.tokenizer.decode(list(answer))
+
+    def format_span(self, span: Tokens) -> str:
+        return self.tokenizer.decode(list(span))
 
     def format_row(self, row: dict[str, Any], answer: str | None) -> str:
         return row["text"]
