@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import json
 import pathlib
+import runpy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import optax
 from flax import nnx
@@ -95,6 +97,14 @@ class Corpus:
             loss_config=loss_config,
             time_sampling="uniform",
         )
+
+
+def load_config(name: str) -> ml_collections.ConfigDict:
+    """Of FILE[:variant]."""
+    path, _, variant = name.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--config: no file {path}")
+    return runpy.run_path(path)["get_config"](variant or None)
 
 
 def star_easy() -> Corpus:

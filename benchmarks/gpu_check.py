@@ -12,7 +12,6 @@
 
 import functools
 import pathlib
-import runpy
 import tempfile
 import time
 
@@ -22,7 +21,7 @@ from absl import flags
 from jax.sharding import AxisType
 
 import dilm_jax
-from benchmarks.common import ONE_DEVICE, print_row, write_json
+from benchmarks.common import ONE_DEVICE, load_config, print_row, write_json
 from dilm_jax import cli, evals, sharding, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS, Example
@@ -42,9 +41,9 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12}  # dense b
 TEXT = {"data.path": "tests/data/sotu.txt", "data.tokenizer": "tests/data/bert-base-uncased", "data.origin": ""}
 
 
-def load_config(name: str, **overrides):
-    path, _, variant = name.partition(":")
-    config = runpy.run_path(path)["get_config"](variant or None)
+def load(name: str, **overrides):
+    """The config of a file, and its parts."""
+    config = load_config(name)
     config.update_from_flattened_dict(overrides | (TEXT if config.data.source == "text" else {}))
     config_lib.validate(config, 1)
     return config, config_lib.build(config)
@@ -52,7 +51,7 @@ def load_config(name: str, **overrides):
 
 def numerics() -> dict[str, float]:
     """Largest difference from the CPU, over the largest entry."""
-    config, parts = load_config("configs/star_easy_joint.py:smoke", **{"train.matmul_precision": "highest"})
+    config, parts = load("configs/star_easy_joint.py:smoke", **{"train.matmul_precision": "highest"})
     x0 = Example(**loader.train_batches(parts.task.source("train"), config.batch_size, 0).batch(0))
     with jax.default_device(jax.devices("cpu")[0]):
         draw = jax.jit(functools.partial(train.corrupt_batch, parts.process, cpu_mesh(), 0, 0))
@@ -82,7 +81,7 @@ def cpu_mesh():
 
 
 def speed(name: str) -> dict:
-    config, parts = load_config(name, batch_size=_BATCH.value)
+    config, parts = load(name, batch_size=_BATCH.value)
     optimizer, _ = train.make_optimizer(config)
     state = train.init_state(config, parts, optimizer, ONE_DEVICE)
     step = train.make_train_step(config, parts, ONE_DEVICE)
@@ -97,7 +96,7 @@ def speed(name: str) -> dict:
         state, _ = step(state, x0)
     jax.block_until_ready(state)
     seconds = (time.monotonic() - started) / _STEPS.value
-    flops = flops_of_step(config, state.params)
+    flops = flops_of_step(config, parts.task.max_length + NUM_SPECIAL_COLUMNS, state.params)
     peak = next((value for card, value in PEAK.items() if card in jax.devices()[0].device_kind), None)
     return {
         "config": name,
@@ -109,33 +108,32 @@ def speed(name: str) -> dict:
     }
 
 
-def flops_of_step(config, params) -> float:
-    """Of a forward and a backward pass over all columns."""
+def flops_of_step(config, columns: int, params) -> float:
+    """Of a forward and a backward pass over all columns of a batch."""
     blocks, head = params["blocks"], params["head"]["kernel"]
     weights = sum(np.prod(x.shape) for name in ("attention", "mlp") for x in jax.tree.leaves(blocks[name]))
-    columns = config_lib.build(config).task.max_length + NUM_SPECIAL_COLUMNS
     attention = 12 * config.model.num_layers * config.model.width * columns
     return float(config.batch_size * columns * (6 * (weights + np.prod(head.shape)) + attention))
 
 
 def trained() -> dict:
     """Exact match of a run as configured, and samples a second."""
-    config, _ = load_config(_TRAIN.value)
+    config, _ = load(_TRAIN.value)
     with tempfile.TemporaryDirectory() as workdir:
         started = time.monotonic()
         card = train.train(config, workdir)
         seconds = time.monotonic() - started
         run = dilm_jax.load(workdir)
-        num = min(2 * config.eval.batch_size, config.eval.num_test)
-        run.evaluate("test", num, bound=False)  # compiles
+        rows, _ = run.parts.task.default_rows(config.eval.batch_size)
+        run.generate(rows)  # compiles
         sampling = time.monotonic()
-        run.evaluate("test", num, bound=False)
+        run.generate(rows)
         sampling = time.monotonic() - sampling
     return {
         "steps": config.num_steps,
         "seconds": seconds,
         "exact_match": card["eval/exact_match"],
-        "samples_per_s": num / sampling,
+        "samples_per_s": len(rows) / sampling,
     }
 
 

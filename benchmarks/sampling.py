@@ -11,7 +11,6 @@ For networks as initialised (--config; all lengths are then equally likely) or a
 
 import math
 import pathlib
-import runpy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from benchmarks.common import Loaded, Setting, event, grids, print_row, row_keys, write_json
+from benchmarks.common import Loaded, Setting, event, grids, load_config, print_row, row_keys, write_json
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import cli
 from dilm_jax import config as config_lib
@@ -63,14 +62,11 @@ def networks() -> list[Loaded]:
         return [Loaded.of_run(workdir) for workdir in _WORKDIR.value]
     made = []
     for name in _CONFIG.value:
-        path, _, variant = name.partition(":")
-        if not pathlib.Path(path).is_file():
-            raise ValueError(f"--config: no file {path}")
-        config = runpy.run_path(path)["get_config"](variant or None)
+        config = load_config(name)
         config_lib.validate_values(config)
         parts = config_lib.build(config)
         params = nnx.to_pure_dict(nnx.state(parts.init_network(0), nnx.Param))
-        made.append(Loaded(pathlib.Path(path).stem + (f":{variant}" if variant else ""), parts, params, False))
+        made.append(Loaded(pathlib.Path(name).name.replace(".py", ""), parts, params, False))
     return made
 
 

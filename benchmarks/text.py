@@ -11,7 +11,7 @@ texts that the network's bound is over: those of the validation split that are n
 bound with its card, its curve, and ten texts.
 """
 
-import gc
+import functools
 import pathlib
 import subprocess
 import sys
@@ -29,7 +29,9 @@ from dilm_jax.data.task import Task
 from dilm_jax.data.text import open_text
 from dilm_jax.judge import PLAIN, Judge
 
-_DATA = flags.DEFINE_string("data", "benchmarks/data/sotu.*.txt.gz", "What --tokenizer is made of.")
+_DATA = flags.DEFINE_string(
+    "data", "benchmarks/data/sotu.*.txt.gz", "What --tokenizer is made of, and --minutes trains on."
+)
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Make a tokenizer in this directory.")
 _WORKDIR = flags.DEFINE_list("workdir", [], "Runs.")
 _CONFIG = flags.DEFINE_string("config", "configs/text_joint.py:large", "What --minutes trains.")
@@ -41,9 +43,6 @@ _TIMES = flags.DEFINE_integer("times", 4, "Draws of the noising time a text, for
 _JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
 
 VOCABULARY_SIZE = 4096
-
-
-# --- Runs ------------------------------------------------------------------------------------------------------------
 
 
 def ngrams(task: Task) -> dict[str, float]:
@@ -143,12 +142,8 @@ def main() -> None:
     if _MINUTES.value:
         for workdir in _WORKDIR.value:
             train(workdir, _MINUTES.value)
-    judge = evals.TextScorer(Judge.load(_JUDGE.value), PLAIN) if _JUDGE.value else None
-    rows = []
-    for workdir in _WORKDIR.value:
-        rows.append(report(workdir, judge))
-        gc.collect()
-    write_json(_JSON.value, {"runs": rows})
+    judge = functools.partial(Judge.load(_JUDGE.value).score, protocol=PLAIN) if _JUDGE.value else None
+    write_json(_JSON.value, {"runs": [report(workdir, judge) for workdir in _WORKDIR.value]})
 
 
 if __name__ == "__main__":

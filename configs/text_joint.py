@@ -1,8 +1,8 @@
 """Texts of your own: `--config.data.path=FILE`, a line a text, in bytes. DILM-S.
 
 A network for two CPU cores or a small GPU. Where files are not named train, valid and test, one row in a hundred is the
-validation split and one the test split. The schedule covers 256 bytes: P(N_1 > 0) is below 1e-6. The loss is the one
-that learns fastest in minutes; the bound is `--config.loss.weighting=elbo --config.loss.time_sampling=importance`.
+validation split and one the test split. The schedule covers 256 bytes: P(N_1 > 0) is below 1e-6. The loss
+weights each text alike; the bound is `--config.loss.weighting=elbo --config.loss.time_sampling=importance`.
 `:large` is the paper's network.
 """
 

@@ -1,7 +1,6 @@
 """The task's evaluation: generate anew what is free in a split's texts, score it, count network calls; and the
 likelihood bound of the texts."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -25,7 +24,7 @@ from dilm_jax.config import Parts
 from dilm_jax.data import loader
 from dilm_jax.data.task import Task
 from dilm_jax.data.text import TextTask
-from dilm_jax.judge import Judge, JudgeResult, Protocol
+from dilm_jax.judge import JudgeResult
 from dilm_jax.processes.base import Process
 from dilm_jax.request import Request
 
@@ -175,15 +174,7 @@ class Evaluator:
         }, samples
 
 
-@dataclasses.dataclass(frozen=True)
-class TextScorer:
-    """A judge and the protocol by which it is asked."""
-
-    judge: Judge
-    protocol: Protocol
-
-    def __call__(self, texts: list[str]) -> JudgeResult:
-        return self.judge.score(texts, self.protocol)
+TextScorer = Callable[[list[str]], JudgeResult]  # a judge that is asked by some protocol
 
 
 def judged(scorer: TextScorer, references: list[str], generated: list[str]) -> dict[str, Any]:
@@ -217,6 +208,11 @@ def text_figures(
 
 def content_ids(tokens, length) -> list[int]:
     return np.asarray(tokens)[: int(length)].tolist()
+
+
+def notes(parts: Parts, split: str) -> list[str]:
+    """What the user of a run should know: of the data, and of the bound of a split."""
+    return [*parts.task.notes(), *filter(None, [likelihood_note(parts, split)])]
 
 
 def likelihood_note(parts: Parts, split: str, num: int = 1000) -> str | None:
@@ -300,13 +296,10 @@ def commit() -> str:
         return "unknown"
 
 
-def without_infinities(results: Mapping[str, Any]) -> dict[str, Any]:
-    """A number that is not finite becomes null: JSON has none."""
-    return {name: metrics.or_null(value) for name, value in results.items()}
-
-
-def write_json(path: pathlib.Path, tree: Any) -> None:
-    path.write_text(json.dumps(tree, indent=2, allow_nan=False) + "\n")
+def write_card(path: pathlib.Path, *cards: Mapping[str, Any]) -> None:
+    """One card, or a list of several. A number that is not finite becomes null: JSON has none."""
+    rows = [{name: metrics.or_null(value) for name, value in card.items()} for card in cards]
+    path.write_text(json.dumps(rows if len(rows) > 1 else rows[0], indent=2, allow_nan=False) + "\n")
 
 
 def format_card(results: Mapping[str, Any]) -> str:

@@ -12,6 +12,8 @@ DIR/quality.png: quality against network calls.
 is then of the split of a run's data, or of `--data=FILE` in tokens of `--tokenizer`. Writes FILE.eval.json.
 """
 
+import dataclasses
+import functools
 import os
 import pathlib
 from typing import Any
@@ -60,7 +62,8 @@ def main() -> None:
     judge = None
     if _JUDGE.value:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the judge needs a GPU's memory too
-        judge = TextScorer(Judge.load(_JUDGE.value), protocol_named(_PROTOCOL.value or "plain"))
+        protocol = protocol_named(_PROTOCOL.value or "plain")
+        judge = functools.partial(Judge.load(_JUDGE.value).score, protocol=protocol)
     steps = [_number(text) for text in _STEPS.value or ()]
     if _SAMPLES.value:
         card = score_file(pathlib.Path(_SAMPLES.value), judge)
@@ -71,9 +74,9 @@ def main() -> None:
         run = load(sampler=_SAMPLER.value, num_steps=steps[0] if steps else None, calls=_CALLS.value)
         card, samples = evaluate(run, judge)
         print(evals.format_card(card))
-        for line in [*run.parts.task.notes(), *filter(None, [evals.likelihood_note(run.parts, _SPLIT.value)])]:
+        for line in evals.notes(run.parts, _SPLIT.value):
             print(line)
-        evals.write_json(run.workdir / "eval.json", evals.without_infinities(card))
+        evals.write_card(run.workdir / "eval.json", card)
         evals.write_samples(run.workdir / "samples" / f"{_SPLIT.value}.jsonl", samples)
 
 
@@ -114,13 +117,15 @@ def evaluate(run: Run, judge: TextScorer | None, bound: bool = True):
 def compare_steps(steps: list[int], judge: TextScorer | None) -> None:
     """The table of quality against network calls: event, then a grid sampler with each number of steps."""
     sampler = "leap" if _SAMPLER.value is None else _SAMPLER.value
-    rows = []
+    rows, task = [], None
     for options in [{"sampler": "event"}, *({"sampler": sampler, "num_steps": n} for n in steps)]:
         run = load(**options)
+        task = task or run.parts.task  # the first one's holds the data for all
+        run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, task=task))
         card, _ = evaluate(run, judge, bound=False)
         rows.append(card)
         print(evals.format_quality(rows), flush=True)
-    evals.write_json(run.workdir / "quality.json", [evals.without_infinities(row) for row in rows])
+    evals.write_card(run.workdir / "quality.json", *rows)
     evals.plot_quality(rows, run.workdir / "quality.png")
 
 
@@ -144,7 +149,7 @@ def score_file(path: pathlib.Path, judge: TextScorer | None) -> dict[str, Any]:
     texts = [row.text for row in File(path=str(path), unit="line", field="text")]
     card = {"split": split, "n": len(texts), "protocol": f"{task.name}: texts of {path.name}", "commit": evals.commit()}
     card |= evals.text_figures(task, split, _NUM.value, texts, judge)
-    evals.write_json(path.with_suffix(".eval.json"), evals.without_infinities(card))
+    evals.write_card(path.with_suffix(".eval.json"), card)
     return card
 
 

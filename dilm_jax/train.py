@@ -27,7 +27,7 @@ from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
-from dilm_jax.data.task import SPLITS
+from dilm_jax.data.task import SPLITS, Task
 from dilm_jax.metrics import MetricsWriter, Progress, plot
 from dilm_jax.processes.base import Process
 
@@ -176,6 +176,8 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
         read_config(local_directory(init_from))  # there must be a run, whether it is needed or not
 
     parts = config_lib.build(config)
+    check_splits(parts.task)  # reads the data: what is wrong with them comes before anything is written
+    notes = evals.notes(parts, "train")
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
     optimizer, _ = make_optimizer(config)
     state = init_state(config, parts, optimizer, mesh)
@@ -200,7 +202,7 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
         progress.note(describe(config, parts, state, mesh, start, workdir))
         if init_from is not None and start > 0:
             progress.note(f"{workdir} has a checkpoint: parameters come from there, not from {init_from}")
-        for line in [*parts.task.notes(), *filter(None, [evals.likelihood_note(parts, "train")])]:
+        for line in notes:
             progress.note(line)
         return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
 
@@ -221,12 +223,6 @@ def fit(
     batches = loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
     rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
     sizes = config.eval
-    for split in SPLITS:
-        if not len(parts.task.source(split)):
-            raise ValueError(
-                f"the {split} split of {parts.task.name} has 0 examples: give more text, or files that are named "
-                "train, valid and test"
-            )
     evaluator = evals.Evaluator(parts, mesh, sizes.batch_size, sizes.num_times, sizes.num_samples)
     num_valid, num_test = (min(sizes[f"num_{name}"], len(parts.task.source(name))) for name in ("valid", "test"))
     train_step = make_train_step(config, parts, mesh)
@@ -255,10 +251,20 @@ def fit(
     evals.write_samples(directory / "samples" / "test.jsonl", samples)
     card = evals.card(parts, results, split="test", num=num_test, checkpoint=int(state.step), seed=config.seed)
     if jax.process_index() == 0:
-        evals.write_json(directory / "eval.json", evals.without_infinities(card))
+        evals.write_card(directory / "eval.json", card)
         plot(directory)
     progress.note(evals.format_card(card))
     return card
+
+
+def check_splits(task: Task) -> None:
+    """Raises ValueError for a split without examples, which training would need at its end only."""
+    for split in SPLITS:
+        if not len(task.source(split)):
+            raise ValueError(
+                f"the {split} split of {task.name} has 0 examples: give more text, or files that are named train, "
+                "valid and test"
+            )
 
 
 def local_directory(workdir: str) -> pathlib.Path:

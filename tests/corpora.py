@@ -1,5 +1,6 @@
 """Corpora on disk in the forms that people keep them in: LM1B's archive, a TFDS data set."""
 
+import functools
 import io
 import pathlib
 import tarfile
@@ -29,16 +30,28 @@ def write_tfds(directory: pathlib.Path, number: int) -> None:
     other data set, without TensorFlow."""
     import tensorflow_datasets as tfds
 
+    tfds.display_progress_bar(False)
+    builder = _tiny_news()(data_dir=str(directory), file_format="array_record")
+    builder.number = number
+    builder.download_and_prepare()
+
+
+@functools.cache
+def _tiny_news():
+    """TFDS registers a class by its name, once a process."""
+    import tensorflow_datasets as tfds
+
     class TinyNews(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.2.0")
         url_infos: ClassVar = {}  # nothing to download: TFDS need not look for a file of them
+        number = 0
 
         def _info(self):
             features = {"text": tfds.features.Text(), "id": tfds.features.Scalar(np.int64)}
             return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
         def _split_generators(self, dl_manager):
-            rows = {"train": ("train", number), "validation": ("valid", 5), "extra": ("x", 1)}
+            rows = {"train": ("train", self.number), "validation": ("valid", 5), "extra": ("x", 1)}
             return {split: self._rows(*of_split) for split, of_split in rows.items()}
 
         def _rows(self, name, number):
@@ -47,5 +60,4 @@ def write_tfds(directory: pathlib.Path, number: int) -> None:
         def _generate_examples(self):
             raise NotImplementedError
 
-    tfds.display_progress_bar(False)
-    TinyNews(data_dir=str(directory), file_format="array_record").download_and_prepare()
+    return TinyNews

@@ -619,7 +619,7 @@ def test_float64_is_refused():
 
 def test_a_card_is_json_whatever_the_numbers(tmp_path):
     card = {"split": "test", "eval/nelbo_perplexity": math.inf, "eval/exact_match": math.nan}
-    evals.write_json(tmp_path / "eval.json", evals.without_infinities(card))
+    evals.write_card(tmp_path / "eval.json", card)
     card = json.loads((tmp_path / "eval.json").read_text(), parse_constant=pytest.fail)
     assert card == {"split": "test", "eval/nelbo_perplexity": None, "eval/exact_match": None}
 

@@ -386,8 +386,8 @@ def _glob(spec: str) -> list[tuple[epath.Path, str]]:
     root = spec[: spec.rfind("/", 0, wild.start()) + 1]
     if "**" in spec:
         raise ValueError(f"{spec}: ** is not supported; name the directory, whose files are read at any depth")
-    matches = epath.Path(root or ".").expanduser().glob(spec[len(root) :])
     start = epath.Path(root or ".").expanduser()
+    matches = start.glob(spec[len(root) :])
     return [(path, path.relative_to(start).as_posix()) for path in matches if not path.is_dir()]
 
 

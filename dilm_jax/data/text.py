@@ -17,11 +17,9 @@ from dilm_jax import text_metrics
 from dilm_jax.canvas import Vocabulary
 from dilm_jax.data.loader import Source
 from dilm_jax.data.sources import Split, open_source
-from dilm_jax.data.store import PREPARED, UNFINISHED, Counts, Settings, Store, TokenRows, tokenize_in_memory
+from dilm_jax.data.store import PREPARED, TOKENIZER, UNFINISHED, Counts, Settings, Store, TokenRows, tokenize_in_memory
 from dilm_jax.data.task import MARK, SPLITS, Tokens, make_example, parse_mark
 from dilm_jax.data.tokenizers import Tokenizer, from_directory, load_tokenizer
-
-TOKENIZER = "tokenizer"  # its directory in a workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,19 +183,22 @@ def open_text(
                 f"--tokenizer={tokenizer} --max_length={max_length} --overlong={overlong} --out={path}"
             ) from None
 
-    if workdir is not None:
-        made = from_directory(workdir / TOKENIZER)
-    elif prepared:
-        made = _check_prepared(Store.open(path), tokenizer, max_length).tokenizer
+    of_run = None if workdir is None else from_directory(workdir / TOKENIZER)
+
+    @functools.cache
+    def store() -> Store:
+        return _check_prepared(Store.open(path, of_run), tokenizer, max_length)
+
+    if of_run is not None:
+        made = of_run
     else:
-        made = load_tokenizer(tokenizer, (row.text for row in opened()["train"]))
+        made = store().tokenizer if prepared else load_tokenizer(tokenizer, (row.text for row in opened()["train"]))
 
     @functools.cache
     def open_rows() -> tuple[Mapping[str, TokenRows], Mapping[str, Counts]]:
         if not prepared:
             return tokenize_in_memory(opened(), made, settings)
-        store = _check_prepared(Store.open(path, made), tokenizer, max_length)
-        return store.splits, {split: store.counts(split) for split in store.splits}
+        return store().splits, {split: store().counts(split) for split in store().splits}
 
     return TextTask(name=f"text {path}", tokenizer=made, max_length=max_length, open_rows=open_rows)
 

@@ -96,6 +96,10 @@ class CharTokenizer:
 
     @property
     def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
         first = len(self.alphabet) + 256
         ids = {name: first + i for i, name in enumerate(SPECIAL)}
         return Vocabulary(size=first + len(SPECIAL), **ids)  # pyright: ignore[reportArgumentType]
