@@ -36,12 +36,12 @@ from benchmarks.common import (
 )
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import cli, selfcheck
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Vocabulary
 from dilm_jax.processes.independent import Independent
 from dilm_jax.processes.joint import Joint
 from dilm_jax.sampling import Filters
 from dilm_jax.schedules import LogLinear
+from dilm_jax.scores import Scores
 from dilm_jax.worlds import NUM_SPECIAL, World, plain
 
 _DRAWS = flags.DEFINE_integer("draws", 20_000, "Samples of each world.", lower_bound=1)

@@ -4,9 +4,10 @@
 
 1. Loss and gradient of a small float32 network on the same canvases, here and on the CPU: the largest difference over
    the largest entry.
-2. For each of --config: seconds a step, content tokens a second, and model FLOPs utilisation: FLOPs of the matrix
-   multiplications of a forward and backward pass, 6 a weight and column and 12·D·S a column and layer for attention,
-   PAD columns included, over the peak of the card in bfloat16 (float32 networks are held against the same).
+2. For each of --config, packed and with a canvas a row: seconds a step, content tokens a second, and
+   model FLOPs utilisation: FLOPs of the matrix multiplications of a forward and backward pass, 6 a weight and column
+   and 12·D·(columns that it may see) a column and layer for attention, over the peak of the card in bfloat16 (float32
+   networks are held against the same): of the columns that hold something, and of all that are computed.
 3. star_tiny, trained as configured: exact match on test graphs, and samples a second of `event`.
 """
 
@@ -80,14 +81,17 @@ def cpu_mesh():
     return jax.make_mesh((1, 1, 1), names, axis_types=(AxisType.Auto,) * 3, devices=jax.devices("cpu")[:1])
 
 
-def speed(name: str) -> dict:
-    config, parts = load(name, batch_size=_BATCH.value)
+def speed(name: str, packing: bool) -> dict:
+    config, parts = load(name, **{"batch_size": _BATCH.value, "train.packing": packing})
     optimizer, _ = train.make_optimizer(config)
     state = train.init_state(config, parts, optimizer, ONE_DEVICE)
-    step = train.make_train_step(config, parts, ONE_DEVICE)
     batches = loader.train_batches(parts.task.source("train"), config.batch_size, 0)
+    num_rows = train.num_packed_rows(config, parts, ONE_DEVICE, batches.batch)
+    step = train.make_train_step(config, parts, ONE_DEVICE, num_rows)
     batch = batches.batch(0)
     x0 = sharding.put_batch(Example(**batch), ONE_DEVICE, config.batch_size)
+    draw = jax.jit(lambda x0: train.corrupt_batch(parts.process, ONE_DEVICE, config.seed, 0, x0)[2].length)
+    occupied = np.asarray(draw(x0))
     started = time.monotonic()
     for i in range(_STEPS.value + 3):
         if i == 3:
@@ -96,24 +100,28 @@ def speed(name: str) -> dict:
         state, _ = step(state, x0)
     jax.block_until_ready(state)
     seconds = (time.monotonic() - started) / _STEPS.value
-    flops = flops_of_step(config, parts.task.max_length + NUM_SPECIAL_COLUMNS, state.params)
+    columns = parts.task.max_length + NUM_SPECIAL_COLUMNS
+    flops = flops_of_step(config, occupied, state.params)
+    computed = flops_of_step(config, np.full(num_rows or config.batch_size, columns), state.params)
     peak = next((value for card, value in PEAK.items() if card in jax.devices()[0].device_kind), None)
     return {
         "config": name,
+        "rows": num_rows or config.batch_size,
         "step_ms": 1000 * seconds,
         "tokens_per_s": float(batch["length"].sum()) / seconds,
         "flops": flops,
         "mfu": flops / seconds / peak if peak else None,
+        "mfu_computed": computed / seconds / peak if peak else None,
         "compile_s": compiled,
     }
 
 
-def flops_of_step(config, columns: int, params) -> float:
-    """Of a forward and a backward pass over all columns of a batch."""
+def flops_of_step(config, columns: np.ndarray, params) -> float:
+    """Of a forward and a backward pass over texts of so many columns each."""
     blocks, head = params["blocks"], params["head"]["kernel"]
     weights = sum(np.prod(x.shape) for name in ("attention", "mlp") for x in jax.tree.leaves(blocks[name]))
-    attention = 12 * config.model.num_layers * config.model.width * columns
-    return float(config.batch_size * columns * (6 * (weights + np.prod(head.shape)) + attention))
+    attention = 12 * config.model.num_layers * config.model.width * columns.astype(float)
+    return float((columns * (6 * (weights + np.prod(head.shape)) + attention)).sum())
 
 
 def trained() -> dict:
@@ -142,13 +150,16 @@ def main() -> None:
     print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}, commit {evals.commit()}\n")
     differences = numerics()
     print("from the CPU: " + ", ".join(f"{name} {value:.2g}" for name, value in differences.items()) + "\n")
-    print_row(["config", "ms a step", "tokens/s", "TFLOP a step", "MFU", "s to compile"], header=True)
+    titles = ["config", "rows", "ms a step", "tokens/s", "TFLOP a step", "MFU", "MFU, all columns", "s to compile"]
+    print_row(titles, header=True)
     rows = []
     for name in _CONFIG.value:
-        rows.append(speed(name))
-        row = rows[-1]
-        mfu = "—" if row["mfu"] is None else f"{row['mfu']:.3f}"
-        print_row([name, row["step_ms"], row["tokens_per_s"], row["flops"] / 1e12, mfu, row["compile_s"]])
+        for packing in (True, False):
+            rows.append(speed(name, packing))
+            row = rows[-1]
+            mfu = ["—" if row[key] is None else f"{row[key]:.3f}" for key in ("mfu", "mfu_computed")]
+            numbers = [row["step_ms"], row["tokens_per_s"], row["flops"] / 1e12, *mfu, row["compile_s"]]
+            print_row([name, row["rows"], *numbers])
     of_run = trained()
     print(f"\n{_TRAIN.value}: " + ", ".join(f"{name} {value:.4g}" for name, value in of_run.items()))
     results = {"device": device.device_kind, "numerics": differences, "speed": rows, "trained": of_run}

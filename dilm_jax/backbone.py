@@ -22,15 +22,18 @@ Shapes: B batch, S canvas columns, V vocabulary, K length classes 0..L, D width,
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
+from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
 from dilm_jax.canvas import CLS_COLUMN, Canvas
+from dilm_jax.packing import Packing
+from dilm_jax.scores import FusedScores, Scores, TokenHead, fused_lse
 
 TIME_FEATURES = 256  # cosines, then sines
 MAX_PERIOD = 1e4  # of the time features, in units of 1/1000 of noising time
@@ -63,38 +66,6 @@ class NetSpec:
             raise ValueError(f"num_lengths is {self.num_lengths}, but a length head needs at least one class")
         if not any(self.predictable):
             raise ValueError("no id is predictable: predictable must be True at one id at least")
-
-
-@struct.dataclass
-class Scores:
-    """What the heads say about a canvas, float32. Logits are −inf at ids that are not predictable.
-
-    Losses ask for `lse`, `at` and `outer` alone, except with targets="dense", which also asks for `dense`: a chunked or
-    fused head would be another class with the same methods. Gradients through all of them are finite, but `at` and
-    `outer` are −inf for an id that is not predictable and NaN outside [0, S) x [0, V): mask such queries with a
-    `where`.
-    """
-
-    logits: Float[Array, "B S V"]
-    length_logits: Float[Array, "B K"] | Float[Array, "B S K"] | None  # one at CLS, or one per gap
-    stop_logits: Float[Array, " B"] | None
-
-    def lse(self) -> Float[Array, "B S"]:
-        """log Σ_w exp s(i, w) for each column i."""
-        return jax.nn.logsumexp(self.logits, axis=-1)
-
-    def at(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
-        """s(gap, token) for each query."""
-        take = jax.vmap(lambda logits, i, w: logits.at[i, w].get(mode="fill", fill_value=jnp.nan))
-        return take(self.logits, gap, token)
-
-    def outer(self, token: Int[Array, "B Q"]) -> Float[Array, "B S Q"]:
-        """s(i, token) for every column i and each query."""
-        return jax.vmap(lambda logits, w: logits.at[:, w].get(mode="fill", fill_value=jnp.nan))(self.logits, token)
-
-    def dense(self) -> Float[Array, "B S V"]:
-        """All of them, for samplers, dense targets and tests."""
-        return self.logits
 
 
 class Transformer(nnx.Module):
@@ -166,26 +137,55 @@ class Transformer(nnx.Module):
         self.stop_head = ResidualHead(width, 1, cond, rngs=rngs) if spec.stop_head else None
 
     def __call__(
-        self, canvas: Canvas, time: Float[Array, " B"] | None, dropout_keys: Key[Array, " B"] | None = None
-    ) -> Scores:
+        self,
+        canvas: Canvas,
+        time: Float[Array, " B"] | None,
+        dropout_keys: Key[Array, " B"] | None = None,
+        packing: Packing | None = None,
+        num_chunks: int | None = None,
+    ) -> Scores | FusedScores:
         """Scores of every gap of a canvas at noising time `time` in [0, 1].
 
         `time` is not read unless `spec.uses_time`. Row b drops activations by `dropout_keys[b]` alone; None (or a
         rate of zero) drops nothing. Columns of segment 0 are PAD: whatever they hold, the others do not see it.
+        With `num_chunks` scores are not held but computed in so many parts when asked for; with a `packing`, too, the
+        canvases are computed where they lie in its rows. Both give the same scores.
         """
+        if packing is not None and num_chunks is None:
+            raise ValueError("a packing needs num_chunks: the scores of packed canvases are not held")
         chex.assert_equal_shape([canvas.tokens, canvas.frozen, canvas.open_gap, canvas.position, canvas.segment])
+        spread = (lambda x: x[:, None]) if packing is None else packing.spread  # from canvases to columns
+        first = operator.itemgetter((slice(None), CLS_COLUMN)) if packing is None else packing.first_of
+        rows = canvas if packing is None else packing.pack(canvas)
         cond = self._embed_time(time) if self.spec.uses_time else None
-        x = self._run_blocks(self._embed_canvas(canvas), self._context(canvas, cond), dropout_keys)
+        x = self._run_blocks(self._embed_canvas(rows), self._context(rows, cond, spread, dropout_keys))
 
-        logits = self.head(self.final_norm(x, cond))
-        logits = jnp.where(np.array(self.spec.predictable), logits, -jnp.inf)
+        hidden = self.final_norm(x, cond, spread)
         length_logits = stop_logits = None
         if self.length_head is not None:
-            at_cls = self.spec.length_head == "cls"
-            length_logits = self.length_head(x[:, CLS_COLUMN] if at_cls else x, cond)
+            if self.spec.length_head == "cls":
+                length_logits = self.length_head(first(x), cond)
+            else:
+                length_logits = self.length_head(x, cond, spread)
+                length_logits = length_logits if packing is None else packing.canvases_of(length_logits)
         if self.stop_head is not None:
-            stop_logits = self.stop_head(x[:, CLS_COLUMN], cond)[..., 0]
-        return Scores(logits=logits, length_logits=length_logits, stop_logits=stop_logits)
+            stop_logits = self.stop_head(first(x), cond)[..., 0]
+        if num_chunks is None:
+            logits = jnp.where(np.array(self.spec.predictable), self.head(hidden), -jnp.inf)
+            return Scores(logits=logits, length_logits=length_logits, stop_logits=stop_logits)
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        head = TokenHead(self.spec.predictable, self.dtype.name, precision)
+        kernel = self.head.kernel[...]
+        log_sums = fused_lse(hidden, kernel, head, num_chunks)
+        return FusedScores(
+            hidden=hidden,
+            kernel=kernel,
+            log_sums=log_sums if packing is None else packing.canvases_of(log_sums),
+            packing=packing,
+            length_logits=length_logits,
+            stop_logits=stop_logits,
+            head=head,
+        )
 
     def _embed_time(self, time) -> Float[Array, "B C"]:
         assert self.time is not None
@@ -197,17 +197,22 @@ class Transformer(nnx.Module):
         x = self.embed["token"](canvas.tokens) + self.embed["flags"](flags)
         return jnp.where((canvas.segment > 0)[..., None], x, 0)  # an id outside the vocabulary embeds as NaN
 
-    def _context(self, canvas: Canvas, cond) -> "Context":
+    def _context(self, canvas: Canvas, cond, spread, dropout_keys) -> "Context":
         cos, sin = rope(canvas.position, self.head_width, self.rope_theta)
         same = canvas.segment[:, :, None] == canvas.segment[:, None, :]  # PAD sees PAD, so no row is without a key
-        return Context(cond=cond, cos=cos, sin=sin, mask=same[:, None])
+        if dropout_keys is not None:
+            impl = jax.random.key_impl(dropout_keys)
+            keys = jax.random.wrap_key_data(spread(jax.random.key_data(dropout_keys)), impl=impl)
+            keys = jnp.broadcast_to(keys, canvas.position.shape)
+            dropout_keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, canvas.position)
+        return Context(cond=cond, spread=spread, cos=cos, sin=sin, mask=same[:, None], dropout_keys=dropout_keys)
 
-    def _run_blocks(self, x, context: "Context", dropout_keys) -> Float[Array, "B S D"]:
+    def _run_blocks(self, x, context: "Context") -> Float[Array, "B S D"]:
         graphdef, params = nnx.split(self.blocks, nnx.Param)
 
         def apply(x, layer_and_params):
             layer, params = layer_and_params
-            return nnx.merge(graphdef, params)(x, context, dropout_keys, layer), None
+            return nnx.merge(graphdef, params)(x, context, layer), None
 
         if self.remat:
             apply = jax.checkpoint(apply, prevent_cse=not self.scan)  # inside a scan nothing can be shared anyway
@@ -219,14 +224,17 @@ class Transformer(nnx.Module):
         return x
 
 
-@struct.dataclass
+@dataclasses.dataclass(frozen=True)
 class Context:
-    """What all blocks share; R = H/2."""
+    """What all blocks share; R = H/2. B here counts rows, and canvases only where it says so: packed rows hold
+    several."""
 
-    cond: Float[Array, "B C"] | None
+    cond: Float[Array, "B C"] | None  # of the canvases
+    spread: Callable[[Array], Array]  # their values to columns [B, S, …]
     cos: Float[Array, "B S 1 R"]
     sin: Float[Array, "B S 1 R"]
     mask: Bool[Array, "B 1 S S"]  # may a column (third axis) attend to another (fourth)?
+    dropout_keys: Key[Array, "B S"] | None
 
 
 class Block(nnx.Module):
@@ -243,18 +251,19 @@ class Block(nnx.Module):
         self.mlp_norm = AdaLayerNorm(width, None, rngs=rngs)
         self.mlp = _mlp(width, mlp_width, width, dtype, rngs)
 
-    def __call__(self, x, context: Context, dropout_keys, layer) -> Float[Array, "B S D"]:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self._modulate(context.cond)
+    def __call__(self, x, context: Context, layer) -> Float[Array, "B S D"]:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self._modulate(context)
         branch = self._attend(modulate(self.attention_norm(x), shift_a, scale_a), context)
-        x = self._add(x, gate_a, drop(branch, self.dropout, dropout_keys, 2 * layer))
+        x = self._add(x, gate_a, drop(branch, self.dropout, context.dropout_keys, 2 * layer))
         branch = self.mlp["out"](nnx.relu(self.mlp["in"](modulate(self.mlp_norm(x), shift_m, scale_m))))
-        return self._add(x, gate_m, drop(branch, self.dropout, dropout_keys, 2 * layer + 1))
+        return self._add(x, gate_m, drop(branch, self.dropout, context.dropout_keys, 2 * layer + 1))
 
-    def _modulate(self, cond):
-        """Shift, scale and gate of the attention, then of the MLP: six times [B, 1, D]."""
+    def _modulate(self, context: Context):
+        """Shift, scale and gate of the attention, then of the MLP: six times [B, 1 or S, D]."""
         if self.modulation is None:
             return UNMODULATED * 2
-        return jnp.split(self.modulation(cond)[:, None], 6, axis=-1)
+        assert context.cond is not None
+        return jnp.split(context.spread(self.modulation(context.cond)), 6, axis=-1)
 
     def _add(self, x, gate, branch):
         return (x + gate * branch.astype(jnp.float32)).astype(self.dtype)
@@ -275,7 +284,8 @@ class AdaLayerNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(width))
         self.modulation = _modulation(cond_width, 2 * width, rngs) if cond_width else None
 
-    def __call__(self, x, cond=None):
+    def __call__(self, x, cond=None, spread=None):
+        """`spread`: from the condition of a canvas to those of columns, where x are columns [B, S, D]."""
         x = x.astype(jnp.float32)
         x = x - x.mean(-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON) * self.scale
@@ -283,8 +293,8 @@ class AdaLayerNorm(nnx.Module):
             return x
         assert cond is not None
         shift_scale = self.modulation(cond)
-        if x.ndim == 3:  # a condition a row, hidden states a column
-            shift_scale = shift_scale[:, None]
+        if spread is not None:
+            shift_scale = spread(shift_scale)
         return modulate(x, *jnp.split(shift_scale, 2, axis=-1))
 
 
@@ -296,8 +306,8 @@ class ResidualHead(nnx.Module):
         self.mlp = _mlp(width, 2 * width, width, jnp.float32, rngs)
         self.linear = nnx.Linear(width, num_classes, kernel_init=_zeros, dtype=jnp.float32, rngs=rngs)
 
-    def __call__(self, x, cond):
-        x = self.norm(x, cond)
+    def __call__(self, x, cond, spread=None):
+        x = self.norm(x, cond, spread)
         x = x + self.mlp["out"](jnp.tanh(self.mlp["in"](x)))
         return self.linear(x)
 
@@ -327,13 +337,12 @@ def modulate(x, shift, scale):
     return x * (1 + scale) + shift
 
 
-def drop(x: Float[Array, "B S D"], rate: float, keys: Key[Array, " B"] | None, site: int | Int[Array, ""]):
-    """Dropout whose mask in row b depends on keys[b] and the site alone, not on the neighbours of the row."""
+def drop(x: Float[Array, "B S D"], rate: float, keys: Key[Array, "B S"] | None, site: int | Int[Array, ""]):
+    """Dropout whose mask in a column depends on its key and the site alone, not on what is beside it."""
     if keys is None or rate == 0:
         return x
-    flat = (x[0].size,)  # two-dimensional draws compile twenty times as slowly
-    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, flat))(keys)
-    return jnp.where(keep.reshape(x.shape), x / (1 - rate), 0)
+    draw = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[-1:])  # noqa: E731
+    return jnp.where(jax.vmap(jax.vmap(draw))(keys), x / (1 - rate), 0)
 
 
 def _linear(fan_in, fan_out, dtype, rngs, use_bias=True):

@@ -155,6 +155,7 @@ def default_config() -> ml_collections.ConfigDict:
 
     config.train = ml_collections.ConfigDict()
     config.train.micro_batches = 1  # gradient accumulation: parts of a batch
+    config.train.packing = False  # several noised canvases to a row of the network: pays where noise leaves rows short
     config.train.log_every = 100  # steps
     config.train.eval_every = 2_000
     config.train.checkpoint_every = 2_000
@@ -563,6 +564,7 @@ def language_model() -> ml_collections.ConfigDict:
     config.data.source = "text"
     config.process.eps = 1e-4
     config.loss.update(weighting="elbo", time_sampling="importance")
+    config.train.packing = True
     config.sampling.update(temperature=1.0, gap_temperature=1.0, top_p=0.9)
     return config
 

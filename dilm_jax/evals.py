@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import coverage, likelihood, metrics, sampling, schedules, sharding, text_metrics
-from dilm_jax.backbone import Scores
+from dilm_jax import packing as packing_lib
 from dilm_jax.canvas import Canvas, Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
@@ -27,6 +27,7 @@ from dilm_jax.data.text import TextTask
 from dilm_jax.judge import JudgeResult
 from dilm_jax.processes.base import Process
 from dilm_jax.request import Request
+from dilm_jax.scores import Scores, num_chunks
 
 
 @struct.dataclass
@@ -44,14 +45,17 @@ class Samples:
 
 
 def network(parts: Parts, mesh) -> Callable:
-    """(params by name, canvas, time, dropout keys or None) → Scores. `mesh` is where the parameters live."""
+    """(params by name, canvas, time, dropout keys or None, packing or None, fused) → scores, as `Transformer.__call__`
+    has them. `mesh` is where the parameters live; fused scores are cut into chunks for one of its devices."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: parts.init_network(0)), nnx.Param)
 
-    def apply(params, canvas, time, dropout_keys=None):
+    def apply(params, canvas, time, dropout_keys=None, packing=None, fused=False):
+        columns = (canvas.tokens if packing is None else packing.source).size
+        chunks = num_chunks(columns // sharding.num_shards(mesh), parts.process.vocabulary.size) if fused else None
         full = jax.tree.map(lambda x: x, state)
         nnx.replace_by_pure_dict(full, sharding.gather(params, mesh))
         with jax.default_matmul_precision(parts.matmul_precision):
-            return nnx.merge(graphdef, full)(canvas, time, dropout_keys)
+            return nnx.merge(graphdef, full)(canvas, time, dropout_keys, packing, chunks)
 
     return apply
 
@@ -107,17 +111,30 @@ def log_gap_rates(process: Process, scores: Scores, canvas: Canvas, t: Float[Arr
 def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) -> Callable[..., jax.Array]:
     """Jitted (params, examples, seed [B], index [B]) → draws [B, T] of the likelihood bound in nats.
 
-    Row b depends on (seed[b], index[b]) and its own text alone.
+    Row b depends on (seed[b], index[b]) and its own text alone, but for the rounding of sums.
     """
-    apply = network(parts, mesh)
     rows = sharding.batch_sharding(mesh)
+    apply = network(parts, mesh)
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
     def bound(params, x0: Example, seed, index):
         key, place = row_keys(seed, index), schedules.evenly_spread(seed, index)
-        return likelihood.bound_samples(process, functools.partial(apply, params), key, place, x0, num_times).T
+        net = functools.partial(packed_values, functools.partial(apply, params, fused=True), sharding.num_shards(mesh))
+        return likelihood.bound_samples(process, net, key, place, x0, num_times).T
 
     return bound
+
+
+def packed_values(network, num_shards: int, canvas: Canvas, time, value_of: likelihood.ValueOf) -> Float[Array, " B"]:
+    """`value_of` the scores of each canvas, in passes of an eighth as many rows as there are canvases, into which these
+    are packed: as many passes as they need, and no gradient that a pass more would cost."""
+    num_rows = -(-len(canvas.length) // (8 * num_shards))
+
+    def visit(values, packing):
+        return jnp.where(packing.placed, value_of(network(canvas, time, packing=packing)), values)
+
+    zeros = jnp.zeros(canvas.length.shape)
+    return packing_lib.in_passes(visit, zeros, canvas.length, canvas.num_columns, num_rows, num_shards)[0]
 
 
 class Evaluator:

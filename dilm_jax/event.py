@@ -15,9 +15,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.sampling import Filters, Insertions, Noise, begin, categorical, conditioned, draw_every_gap, move, undo
+from dilm_jax.scores import Scores
 
 SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
 Times = Float[Array, " B"]

@@ -19,12 +19,19 @@ from jaxtyping import Array, Float, Int, Key
 
 from dilm_jax import alignment, losses
 from dilm_jax import canvas as canvas_lib
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example, InsertionTargets, Vocabulary
 from dilm_jax.schedules import LARGEST_U, TimeSampler
+from dilm_jax.scores import FusedScores, Scores
 
-Network = Callable[[Canvas, Float[Array, " B"]], Scores]
+ValueOf = Callable[[Scores | FusedScores], Float[Array, " B"]]
+# (canvas, time, what is asked of the scores) → its values; canvases may be scored in several parts.
+ScoredValues = Callable[[Canvas, Float[Array, " B"], ValueOf], Float[Array, " B"]]
 BELOW_EPS_SHARE = 0.05  # of the draws of t, for [0, eps]
+
+
+def at_once(score: Callable[[Canvas, Float[Array, " B"]], Scores]) -> ScoredValues:
+    """All canvases in one part."""
+    return lambda canvas, time, value_of: value_of(score(canvas, time))
 
 
 @runtime_checkable
@@ -50,7 +57,7 @@ class Bounded(Protocol):
         """An exact draw of X_t given X_0 and that X_1 has no free token."""
         ...
 
-    def log_rates(self, scores: Scores, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
+    def log_rates(self, scores: Scores | FusedScores, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
         """log R̂(i, w) − score(i, w): the model's rate of inserting w into gap i."""
         ...
 
@@ -75,7 +82,7 @@ class Bounded(Protocol):
 
 
 def bound_sample(
-    process: Bounded, network: Network, key: Key[Array, " B"], x0: Example, u: Float[Array, " B"]
+    process: Bounded, network: ScoredValues, key: Key[Array, " B"], x0: Example, u: Float[Array, " B"]
 ) -> Float[Array, " B"]:
     """An unbiased estimate of NELBO(x0) in nats a row, from one draw of (t, X_t); u in [0, 1) says which t.
 
@@ -83,13 +90,13 @@ def bound_sample(
     """
     t, weight = bound_times(process, u)
     canvas, targets, of_mask = noised(process, key, x0, t)
-    scores = network(canvas, jnp.maximum(t, process.eps))
-    return weight * of_mask * integrand(process, scores, canvas, targets)
+    value_of = integrand(process, canvas, targets)
+    return weight * of_mask * network(canvas, jnp.maximum(t, process.eps), value_of)
 
 
 def bound_samples(
     process: Bounded,
-    network: Network,
+    network: ScoredValues,
     key: Key[Array, " B"],
     place: Float[Array, " B"],
     x0: Example,
@@ -190,18 +197,23 @@ def bound_times(process: Bounded, u: Float[Array, " B"]) -> tuple[Float[Array, "
     return t, jnp.where(below, eps / share, weight * (1 - eps) / (1 - share))
 
 
-def integrand(process: Bounded, scores: Scores, canvas: Canvas, targets: InsertionTargets) -> Float[Array, " B"]:
-    """Σ_y R̂ − Σ_y r_y + Σ_y r_y log(r_y/R̂) at one (t, x_t); +inf where the model cannot make a text that x0 needs."""
+def integrand(process: Bounded, canvas: Canvas, targets: InsertionTargets) -> ValueOf:
+    """Scores → Σ_y R̂ − Σ_y r_y + Σ_y r_y log(r_y/R̂) at one (t, x_t); +inf where the model cannot make a text that x0
+    needs. What does not depend on the scores is computed here."""
     x0, t = targets.x0, targets.t
     log_c = process.log_missing_rate(canvas, x0.free.sum(-1), t)
     missing = alignment.gap_posterior(x0, canvas)
     log_true = log_c[:, None, None] + log_missing_cells(missing, canvas, x0)
-    offset = process.log_rates(scores, canvas, jnp.maximum(t, process.eps))
-    kernel = losses.Cells(scores, offset)
-    log_model = losses.put_run_sums(kernel.outer(x0.tokens), x0.tokens, kernel.at, canvas)
-    total = jnp.where(canvas.open_gap, jnp.exp(offset + scores.lse()), 0.0).sum(-1)
-    log_ratio = jnp.where(missing > 0, log_true - log_model, 0.0)
-    return total + jnp.exp(log_c) * ((missing * log_ratio).sum((-2, -1)) - targets.num_dropped)
+
+    def value_of(scores):
+        offset = process.log_rates(scores, canvas, jnp.maximum(t, process.eps))
+        kernel = losses.Cells(scores, offset)
+        log_model = losses.put_run_sums(kernel.outer(x0.tokens), x0.tokens, kernel.at, canvas)
+        total = jnp.where(canvas.open_gap, jnp.exp(offset + scores.lse()), 0.0).sum(-1)
+        log_ratio = jnp.where(missing > 0, log_true - log_model, 0.0)
+        return total + jnp.exp(log_c) * ((missing * log_ratio).sum((-2, -1)) - targets.num_dropped)
+
+    return value_of
 
 
 def log_missing_cells(missing: Float[Array, "B S L"], canvas: Canvas, x0: Example) -> Float[Array, "B S L"]:

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import alignment
 from dilm_jax import canvas as canvas_lib
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, InsertionTargets
+from dilm_jax.scores import FusedScores, Scores
 
 NEG_INF = -jnp.inf
 
@@ -52,14 +52,14 @@ class LossConfig:
 # --- The kernel: log p of (gap, token) -------------------------------------------------------------------------------
 
 
-def log_normalizer(scores: Scores, canvas: Canvas) -> Float[Array, " B"]:
+def log_normalizer(scores: Scores | FusedScores, canvas: Canvas) -> Float[Array, " B"]:
     """log Σ over open gaps and the vocabulary of exp score: the joint softmax's. 0 in rows without an open gap."""
     any_open = canvas.open_gap.any(-1)
     return _safe_logsumexp(jnp.where(canvas.open_gap, scores.lse(), NEG_INF), any_open)
 
 
 def log_token_terms(
-    scores: Scores,
+    scores: Scores | FusedScores,
     gap_offset: Float[Array, "B S"],
     gap_reference: Float[Array, "B S"],
     canvas: Canvas,
@@ -79,7 +79,7 @@ def log_token_terms(
 class Cells:
     """log p of insertions, from the scores and an offset a gap; the same queries as Scores."""
 
-    scores: Scores
+    scores: Scores | FusedScores
     gap_offset: Float[Array, "B S"]
 
     def at(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:

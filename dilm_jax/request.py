@@ -25,8 +25,8 @@ from jax.scipy.stats import binom
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas
+from dilm_jax.scores import Scores
 
 NO_GROUP = -1
 UNBOUNDED = 2**20  # as at_most

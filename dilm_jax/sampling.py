@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import request as request_lib
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.request import Request
+from dilm_jax.scores import Scores
 
 FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]

@@ -183,10 +183,19 @@ def stratified(key, index: Array, batch_size: int) -> Float[Array, " B"]:
 
     Args:
       key: typed key [B], one an example.
-      index: [B] the examples' places in the GLOBAL batch; or the one cell of all.
+      index: [B] the examples' cells, each a function of their places in the GLOBAL batch; or the one cell of all.
     """
     jitter = jax.vmap(lambda k: jax.random.uniform(k, ()))(key)
     return jnp.minimum((index + jitter) / batch_size, LARGEST_U)
+
+
+def spread_cells(batch_size: int) -> Int[Array, " B"]:
+    """A cell of `stratified` for each place in a batch, neighbours 0.62 of the batch apart or as near that as their
+    number allows: every shard of a batch gets small and large times."""
+    golden = batch_size * (math.sqrt(5) - 1) / 2
+    steps = [step for step in range(1, batch_size + 1) if math.gcd(step, batch_size) == 1]
+    step = min(steps, key=lambda step: abs(step - golden))
+    return jnp.asarray(np.arange(batch_size) * step % batch_size, jnp.int32)
 
 
 def evenly_spread(seed: UInt[Array, " B"], index: Int[Array, " B"]) -> Float[Array, " B"]:

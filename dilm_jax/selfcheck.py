@@ -35,12 +35,12 @@ from jaxtyping import Array, Float
 
 from dilm_jax import alignment, cli, config, likelihood, sampling, schedules, special, worlds
 from dilm_jax import canvas as canvas_lib
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.sampling import Filters, SamplingOptions
 from dilm_jax.schedules import LogLinear
+from dilm_jax.scores import Scores
 from dilm_jax.worlds import NUM_SPECIAL, Text, World, insert, insertions, missing, plain
 
 _ONLY = flags.DEFINE_string("only", "", "Only identities that contain this.")
@@ -570,7 +570,7 @@ class Checked:
         def run(table, canvas, targets):
             scores, n = _scores(table, slice(None)), targets.x0.free.sum(-1)
             return (
-                likelihood.integrand(self.process, scores, canvas, targets),
+                likelihood.integrand(self.process, canvas, targets)(scores),
                 self.log_insertion_rates(scores, canvas, targets.t),
                 jnp.exp(self.process.log_missing_rate(canvas, n, targets.t)),
             )
@@ -634,7 +634,7 @@ class Checked:
         x0 = worlds.to_example(texts, L)
         place = schedules.evenly_spread(jnp.zeros(len(texts), jnp.uint32), jnp.arange(len(texts)))
         draws = jax.jit(likelihood.bound_samples, static_argnums=(0, 1, 5))(
-            self.process, self.network(world), _keys(5, len(texts)), place, x0, times
+            self.process, likelihood.at_once(self.network(world)), _keys(5, len(texts)), place, x0, times
         )
         each = np.asarray(draws, np.float64).mean(0).reshape(len(world.texts), copies)
         law, exact = self.start_law(), self.true_bounds

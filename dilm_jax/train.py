@@ -9,13 +9,16 @@ import dataclasses
 import fcntl
 import functools
 import json
+import math
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import optax
 from flax import nnx, struct
 from jax.sharding import PartitionSpec as P
@@ -23,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
 from dilm_jax import evals, optim, schedules, sharding
+from dilm_jax import packing as packing_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
@@ -32,6 +36,7 @@ from dilm_jax.metrics import MetricsWriter, Progress, plot
 from dilm_jax.processes.base import Process
 
 CHECKPOINTS, CONFIG, LOCK = "checkpoints", "config.json", "lock"
+PACKING_TRIALS = 8  # batches that the number of packed rows is chosen by
 
 
 @struct.dataclass
@@ -88,6 +93,7 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example, infill_f
     inside shard_map: a rejection loop then ends when its own device's rows are done.
     """
     B = x0.length.shape[0]
+    cells = schedules.spread_cells(B)
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P(sharding.BATCH_AXES), P(sharding.BATCH_AXES)),
@@ -96,7 +102,7 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example, infill_f
     def draw(key, index, x0):
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
         k_time, k_noise, k_dropout = canvas_lib.split_keys(keys, 3)
-        t, weight = process.times(schedules.stratified(k_time, index, B))
+        t, weight = process.times(schedules.stratified(k_time, cells[index], B))
         if infill_fraction:
             k_infill = jax.vmap(lambda k: jax.random.fold_in(k, 2**16))(k_noise)  # not a child of corrupt's
             x0 = canvas_lib.freeze_spans(k_infill, x0, infill_fraction)
@@ -107,36 +113,83 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example, infill_f
     return t, weight, canvas, targets, k_dropout
 
 
-def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh):
-    """The jitted step: (state, batch of clean examples) → (state, metrics). The state is donated."""
-    process, micro_batches = parts.process, config.train.micro_batches
-    optimizer, schedule = make_optimizer(config)
-    network = evals.network(parts, mesh)
+def num_packed_rows(
+    config: ml_collections.ConfigDict, parts: Parts, mesh, make_batch: Callable[[int, slice], dict[str, Any]]
+) -> int | None:
+    """How many rows of the mesh a step computes at a time, for the noised canvases of a micro-batch packed: three
+    standard deviations above what the neediest shard of each in the first batches needs. `make_batch(step, rows)` gives
+    their examples. None: config.train.packing is off."""
+    if not config.train.packing:
+        return None
+    B, micro_batches, shards = config.batch_size, config.train.micro_batches, sharding.num_shards(mesh)
 
-    def loss(params, t, weight, canvas, targets, k_dropout):
-        scores = network(params, canvas, t, k_dropout if config.model.dropout else None)
+    @functools.partial(jax.jit, out_shardings=sharding.replicated(mesh))
+    def needed(step, x0):
+        _, _, canvas, *_ = corrupt_batch(parts.process, mesh, config.seed, step, x0, config.data.infill_fraction)
+        rows_needed = functools.partial(packing_lib.rows_needed, num_columns=canvas.num_columns, num_shards=shards)
+        return jax.vmap(rows_needed)(split(canvas.length, micro_batches)).max(-1)
+
+    rows = loader.local_rows(B, jax.process_index(), jax.process_count())
+    trials = [needed(i, sharding.put_batch(Example(**make_batch(i, rows)), mesh, B)) for i in range(PACKING_TRIALS)]
+    count = np.concatenate(jax.device_get(trials))
+    return min(math.ceil(count.mean() + 3 * count.std()), B // micro_batches // shards) * shards
+
+
+def split(x: jax.Array, num_parts: int) -> jax.Array:
+    """[B, …] → [parts, B/parts, …]. Each takes every num_parts-th row: all of them span all devices."""
+    return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
+
+
+def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packed_rows: int | None):
+    """The jitted step: (state, batch of clean examples) → (state, metrics). The state is donated.
+
+    Given `packed_rows` (see `num_packed_rows`) the network computes so many rows at a time, into which the noised
+    canvases are packed: the same loss and gradient. What needs more rows takes further passes.
+    """
+    process, micro_batches, shards = parts.process, config.train.micro_batches, sharding.num_shards(mesh)
+    optimizer, schedule = make_optimizer(config)
+    network, num_rows = evals.network(parts, mesh), (packed_rows or 0) // shards
+
+    def loss(params, t, weight, canvas, targets, k_dropout, packing=None):
+        scores = network(params, canvas, t, k_dropout if config.model.dropout else None, packing, fused=True)
         terms = process.loss(scores, canvas, targets)
         terms = {name: (weight * value).sum() / config.batch_size for name, value in terms.items()}
         return terms["loss"], terms
 
-    def gradient(params, batch):
-        grads, terms = jax.grad(loss, has_aux=True)(params, *batch)
-        return grads, terms
+    def gradient(params, batch, packing=None):
+        return jax.grad(loss, has_aux=True)(params, *batch, packing)
 
-    def accumulate(params, batch):
-        """Sum over micro-batches. Each takes every micro_batches-th row: all of them span all devices."""
-        parts_of = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, micro_batches, *x.shape[1:]), 1, 0), batch)
-        first = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts_of))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+    def zeros_like(function, *args):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+
+    def packed(params, batch):
+        """Sum over passes, each of as many canvases as find room."""
+        t, weight, canvas, targets, k_dropout = batch
+
+        def add(total, packing):
+            here = t, weight * packing.placed, canvas, targets, k_dropout
+            return jax.tree.map(jnp.add, total, gradient(params, here, packing))
+
+        (grads, terms), passes = packing_lib.in_passes(
+            add, zeros_like(gradient, params, batch), canvas.length, canvas.num_columns, num_rows, shards
+        )
+        return grads, terms | {"passes": passes}
+
+    of_part = packed if packed_rows else gradient
+
+    def in_parts(params, batch):
+        """Sum over micro-batches."""
+        parts_of = jax.tree.map(lambda x: split(x, micro_batches), batch)
 
         def add(total, part):
-            return jax.tree.map(jnp.add, total, gradient(params, part)), None
+            return jax.tree.map(jnp.add, total, of_part(params, part)), None
 
-        return jax.lax.scan(add, zeros, parts_of)[0]
+        first = jax.tree.map(lambda x: x[0], parts_of)
+        return jax.lax.scan(add, zeros_like(of_part, params, first), parts_of)[0]
 
     def step(state: TrainState, x0: Example):
         batch = corrupt_batch(process, mesh, config.seed, state.step, x0, config.data.infill_fraction)
-        grads, terms = gradient(state.params, batch) if micro_batches == 1 else accumulate(state.params, batch)
+        grads, terms = (in_parts if micro_batches > 1 else of_part)(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {f"train/{name}": value for name, value in terms.items()} | {
@@ -225,7 +278,10 @@ def fit(
     sizes = config.eval
     evaluator = evals.Evaluator(parts, mesh, sizes.batch_size, sizes.num_times, sizes.num_samples)
     num_valid, num_test = (min(sizes[f"num_{name}"], len(parts.task.source(name))) for name in ("valid", "test"))
-    train_step = make_train_step(config, parts, mesh)
+    packed_rows = num_packed_rows(config, parts, mesh, batches.batch)
+    if packed_rows:
+        progress.note(f"canvases are packed: {packed_rows} rows at a time for {config.batch_size} of them")
+    train_step = make_train_step(config, parts, mesh, packed_rows)
 
     for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(int(state.step), config.num_steps)):
         x0 = sharding.put_batch(Example(**batch), mesh, config.batch_size)

@@ -15,11 +15,11 @@ import scipy.stats
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Example, Vocabulary, to_canvas
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.schedules import LogLinear
+from dilm_jax.scores import Scores
 
 NUM_SPECIAL = 5
 SIGMA_MIN, SIGMA_MAX = 3.0, 30.0

@@ -476,13 +476,13 @@ def test_dropout_of_a_row_depends_on_its_key_alone():
 
 def test_dropout_masks():
     """Same mask in a smaller batch and on a shorter canvas; another one at another site; mean one."""
-    keys, ones = jax.random.split(jax.random.key(0), B), jnp.ones((B, S, 512))
+    keys, ones = jax.random.split(jax.random.key(0), (B, S)), jnp.ones((B, S, 512))
     drop = jax.jit(backbone.drop, static_argnums=1, compiler_options=FAST_COMPILE)
     mask = np.asarray(drop(ones, 0.25, keys, 3))
-    np.testing.assert_array_equal(drop(ones[2:3, :5], 0.25, keys[2:3], 3), mask[2:3, :5])
+    np.testing.assert_array_equal(drop(ones[2:3, :5], 0.25, keys[2:3, :5], 3), mask[2:3, :5])
     assert set(np.unique(mask)) == {0, np.float32(1 / 0.75)}
     assert abs((mask > 0).mean() - 0.75) < 4 * np.sqrt(0.25 * 0.75 / mask.size)
-    assert len({row.tobytes() for row in mask}) == B
+    assert len({column.tobytes() for column in mask.reshape(B * S, -1)}) == B * S
     assert (np.asarray(drop(ones, 0.25, keys, 4)) != mask).mean() > 0.3
     assert backbone.drop(ones, 0.0, keys, 3) is ones
     assert backbone.drop(ones, 0.25, None, 3) is ones

@@ -82,6 +82,16 @@ def test_a_benchmark_runs(script, tmp_path):
         assert {row["sampler"] for row in rows["worlds"]} == {"event"} and len(rows["worlds"]) == 2
 
 
+@pytest.mark.torch
+def test_steps_packed_padded_and_in_pytorch_have_one_loss(tmp_path):
+    """The script compares the losses itself."""
+    pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'dilm_jax[torch]'")
+    model = "--model=num_layers=1,width=16,num_heads=2,mlp_width=16,cond_width=16"
+    rows, out = run_script("train", tmp_path, ["--batch_size=16", "--rows=2", "--repeats=1", model])
+    assert rows["packed_ideal"] > 2 and rows["fused_over_dense_temp_bytes"] < 1
+    assert "packed over PyTorch" in out
+
+
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("text")

@@ -16,9 +16,9 @@ import dilm_jax
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
 from dilm_jax import evals
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Example
 from dilm_jax.data import loader, star
+from dilm_jax.scores import Scores
 from test_trace import page_data
 
 CONFIGS = sorted((children.ROOT / "configs").glob("*.py"))

@@ -13,9 +13,9 @@ import oracles
 import worlds
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import likelihood
-from dilm_jax.backbone import Scores
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.schedules import LogLinear
+from dilm_jax.scores import Scores
 from oracles import World
 from worlds import K, insert, insertions, rate_and_total, series_S
 
@@ -68,7 +68,8 @@ def test_integrand_is_the_pages(family):
 
     @jax.jit
     def run(table):
-        return likelihood.integrand(process, worlds.table_scores(table, np.arange(num * len(TIMES))), canvas, targets)
+        scores = worlds.table_scores(table, np.arange(num * len(TIMES)))
+        return likelihood.integrand(process, canvas, targets)(scores)
 
     values = np.asarray(run(table)).reshape(len(TIMES), num)
     logits, lengths = (table[leaf].astype(np.float64).reshape(len(TIMES), num, *table[leaf].shape[1:])
@@ -187,7 +188,7 @@ def estimates(family):
     texts, rows = list(DATA.law), 64
     x0 = oracles.example_of([text for text in texts for _ in range(rows)], ROOM["max_length"])
     B = len(texts) * rows
-    network = oracles.oracle(family, oracles.tables([DATA], [B]))
+    network = likelihood.at_once(oracles.oracle(family, oracles.tables([DATA], [B])))
 
     @jax.jit
     def run(key, u):
@@ -223,7 +224,8 @@ def test_memory_at_length_1024_does_not_grow_with_the_number_of_times(family):
     def megabytes(num_times):
         x0 = jax.eval_shape(lambda: oracles.example_of(["a" * L] * B, L))
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-        run = jax.jit(lambda key, x0: likelihood.bound_samples(process, network, key, jnp.zeros(B), x0, num_times))
+        net = likelihood.at_once(network)
+        run = jax.jit(lambda key, x0: likelihood.bound_samples(process, net, key, jnp.zeros(B), x0, num_times))
         return run.lower(keys, x0).compile().memory_analysis().temp_size_in_bytes / 2**20
 
     few, many = megabytes(2), megabytes(64)

@@ -9,8 +9,8 @@ import pytest
 import worlds
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import losses
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import to_canvas
+from dilm_jax.scores import Scores
 from worlds import FAMILIES, LETTERS, VOCABULARY, V, delete, equivalent, insertions, prompted, to_example
 
 each_family = pytest.mark.parametrize("family", FAMILIES)

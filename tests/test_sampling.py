@@ -13,7 +13,6 @@ from flax import struct
 import oracles
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import evals
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Example
 from dilm_jax.sampling import (
     Filter,
@@ -26,6 +25,7 @@ from dilm_jax.sampling import (
     draw_one_gap,
     generate,
 )
+from dilm_jax.scores import Scores
 
 L, NUM_LETTERS = 10, 9
 S, V = L + 2, oracles.NUM_SPECIAL + NUM_LETTERS

@@ -9,7 +9,16 @@ import scipy.stats
 from scipy import integrate
 
 import worlds
-from dilm_jax.schedules import SCHEDULES, TIME_SAMPLING, Constant, Geometric, LogLinear, evenly_spread, stratified
+from dilm_jax.schedules import (
+    SCHEDULES,
+    TIME_SAMPLING,
+    Constant,
+    Geometric,
+    LogLinear,
+    evenly_spread,
+    spread_cells,
+    stratified,
+)
 
 ALL = [
     LogLinear(sigma_min=3, sigma_max=30),
@@ -115,6 +124,15 @@ def test_one_time_in_each_cell_however_the_batch_is_split():
     assert 0 < np.std(np.asarray(u) * B % 1) < 1  # and jittered within it
     for part in (slice(0, 16), slice(16, 64), slice(63, 64)):
         assert (np.asarray(stratified(keys[part], index[part], B)) == np.asarray(u[part])).all()
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 6, 64, 96, 500, 512])
+def test_every_shard_gets_small_and_large_times(B):
+    cells = np.asarray(spread_cells(B))
+    assert sorted(cells) == list(range(B))
+    for shards in (n for n in (2, 4, 8) if B % n == 0 and B // n >= 8):
+        means = cells.reshape(shards, -1).mean(-1) / B
+        assert np.abs(means - 0.5).max() < 0.125
 
 
 def test_stratified_stays_below_one():

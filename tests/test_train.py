@@ -50,6 +50,9 @@ def test_numbers_are_those_of_the_golden(family):
         pytest.param("joint", [("train.micro_batches", 2)], marks=pytest.mark.slow),
         pytest.param("independent", [("train.micro_batches", 4), ("model.remat", True)], marks=pytest.mark.slow),
         pytest.param("independent", [("model.scan", False)], marks=pytest.mark.slow),
+        ("joint", [("train.packing", True)]),
+        pytest.param("independent", [("train.packing", True), ("train.micro_batches", 2)], marks=pytest.mark.slow),
+        pytest.param("joint", [("train.packing", True), ("loss.targets", "dense")], marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches_remat_and_unrolling_change_no_number(family, changed):
@@ -82,7 +85,10 @@ def test_times_of_a_step_differ_and_are_stratified(family):
     for step in range(5):
         t = np.asarray(draw(step, x0)[0])
         assert len(set(t.tolist())) == len(t)
-        np.testing.assert_array_equal(np.floor((t - eps) / (1 - eps) * len(t)), np.arange(len(t)))
+        cells = np.floor((t - eps) / (1 - eps) * len(t)).astype(int)
+        assert sorted(cells) == list(range(len(t)))
+        halves = cells.reshape(2, -1) // (len(t) // 2)  # each shard has small and large times
+        assert (abs(halves.mean(-1) - 0.5) < 0.2).all()
 
 
 @pytest.mark.parametrize("family", PROCESSES)
@@ -199,7 +205,7 @@ class Loop:
         self.did, self._loss, self._grad_norm = {}, loss, grad_norm
         state = train.TrainState(step=jnp.int32(0), params={}, ema={}, opt_state={})
         monkeypatch.setattr(train, "init_state", lambda *args: state)
-        monkeypatch.setattr(train, "make_train_step", lambda *args: self._step)
+        monkeypatch.setattr(train, "make_train_step", self._make_step)
         monkeypatch.setattr(train, "Checkpointer", self._checkpointer())
         monkeypatch.setattr(train, "plot", lambda directory: None)
         monkeypatch.setattr(evals, "Evaluator", self._evaluator())
@@ -213,6 +219,10 @@ class Loop:
             rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
             self.did["logged"] = [row["step"] for row in rows if "train/loss" in row]
         return self.did
+
+    def _make_step(self, config, parts, mesh, packed_rows):
+        self.did["packed_rows"] = packed_rows
+        return self._step
 
     def _step(self, state, x0):
         self.did["batches"].append(hashlib.sha256(np.asarray(x0.tokens).tobytes()).hexdigest())
@@ -364,7 +374,7 @@ def probe_step(made, parts, mesh):
         return t, t, x0, targets, key
 
     def network(parts, mesh):
-        return lambda params, canvas, time, keys: time * sum(leaf.sum() for leaf in jax.tree.leaves(params))
+        return lambda params, canvas, time, *args, **kwargs: time * sum(leaf.sum() for leaf in jax.tree.leaves(params))
 
     parts = dataclasses.replace(parts, process=Sum())
     params = {"kernel": jnp.ones((2, 2))}
@@ -375,7 +385,7 @@ def probe_step(made, parts, mesh):
         patch.setattr(train, "init_state", lambda *args: state)
         patch.setattr(evals, "network", network)
         patch.setattr(sharding, "param_shardings", lambda params, mesh: {"kernel": sharding.replicated(mesh)})
-        return text(train.make_train_step(made, parts, mesh).trace(state, tiny.batch(parts, made)).jaxpr)
+        return text(train.make_train_step(made, parts, mesh, None).trace(state, tiny.batch(parts, made)).jaxpr)
 
 
 def probe_init(made, parts, mesh):
@@ -452,6 +462,7 @@ EFFECTS = {
     "optim.clip_norm": (0.1, "optimizer", (("optim.adam_eps", 1.0),)),
     "optim.ema_decay": (0.5, "step", ()),
     "train.micro_batches": (2, "step", ()),
+    "train.packing": (True, "loop", ()),
     "train.log_every": (1, "loop", ()),
     "train.eval_every": (4, "loop", ()),
     "train.checkpoint_every": (3, "loop", ()),

@@ -100,7 +100,8 @@ def bound(family, num_rows, num_times):
     keys = jax.random.split(jax.random.key(num_times), num)
     place = schedules.evenly_spread(jnp.full(num, num_times, jnp.uint32), jnp.arange(num))
     run = jax.jit(likelihood.bound_samples, static_argnums=(0, 1, 5), compiler_options=OPTIMIZED)
-    draws = run(make_process(family), functools.partial(apply, params), keys, place, x0, num_times)
+    net = likelihood.at_once(functools.partial(apply, params))
+    draws = run(make_process(family), net, keys, place, x0, num_times)
     return np.asarray(draws, np.float64)
 
 

@@ -81,7 +81,9 @@ def world(family: str, *overrides: tuple[str, Any], num_devices: int = 1):
     made = config(family, *overrides)
     config_lib.validate(made, num_devices)
     parts, mesh = config_lib.build(made), sharding.make_mesh(config_lib.mesh_shape(made, num_devices))
-    return made, parts, mesh, train.make_train_step(made, parts, mesh)
+    batches = loader.train_batches(parts.task.source("train"), made.batch_size, made.seed)
+    packed_rows = train.num_packed_rows(made, parts, mesh, batches.batch)
+    return made, parts, mesh, train.make_train_step(made, parts, mesh, packed_rows)
 
 
 @functools.cache

@@ -11,11 +11,11 @@ import numpy as np
 import scipy.linalg
 
 from dilm_jax import worlds
-from dilm_jax.backbone import Scores
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.schedules import LogLinear
+from dilm_jax.scores import Scores
 from dilm_jax.worlds import Text, delete, equivalent, insert, missing, plain, prompted, to_text  # noqa: F401
 
 VOCABULARY = worlds.vocabulary(2)

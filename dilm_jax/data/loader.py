@@ -1,8 +1,9 @@
 """Batches by step number, and a thread that makes them ahead of time.
 
 A source is random access: `len(source)`, and `source[index]` is a dict of the fields of one `canvas.Example` without
-the batch axis. The batch of step i is a pure function of (source, seed, i): there is no state to save, and resuming
-is asking for the next step. The order of training data is grain's; grain is imported where it is used.
+the batch axis. It may have `source.take(indices)`, a batch of them made in one go. The batch of step i is a pure
+function of (source, seed, i): there is no state to save, and resuming is asking for the next step. The order of
+training data is grain's; grain is imported where it is used.
 """
 
 import collections
@@ -28,34 +29,34 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Step i holds examples [i·batch_size, (i + 1)·batch_size) of `examples`, in that order. Its length is the number
-    of steps (endless in training). `rows` selects rows of the global batch: only those are computed.
+    """Step i holds the examples of `source` at places [i·batch_size, (i + 1)·batch_size) of `order`. Its length is the
+    number of steps (endless in training). `rows` selects rows of the global batch: only those are computed.
 
     Raises:
       ValueError: for a batch size below 1.
     """
 
-    examples: Source
+    source: Source
+    order: Sequence[int]
     batch_size: int
-    num_examples: int
 
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f"batch_size {self.batch_size} must be at least 1")
 
     def __len__(self) -> int:
-        return -(-self.num_examples // self.batch_size)
+        return -(-len(self.order) // self.batch_size)
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> dict[str, Any]:
         """The fields of an `Example`, [rows, …]. A last batch that is not full repeats its last example; `weight`
         tells. Raises IndexError for a step outside [0, len)."""
-        return stack([self.examples[min(i, self.num_examples - 1)] for i in self._indices(step, rows)])
+        return take(self.source, [self.order[min(i, len(self.order) - 1)] for i in self._places(step, rows)])
 
     def weight(self, step: int, rows: slice = ALL_ROWS) -> Float[np.ndarray, " B"]:
         """1 for an example, 0 for a row that only fills up the last batch."""
-        return np.array([i < self.num_examples for i in self._indices(step, rows)], np.float32)
+        return np.array([i < len(self.order) for i in self._places(step, rows)], np.float32)
 
-    def _indices(self, step: int, rows: slice) -> range:
+    def _places(self, step: int, rows: slice) -> range:
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} is outside the {len(self)} batches")
         return range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
@@ -90,8 +91,8 @@ def train_batches(source: Source, batch_size: int, seed: int) -> Batches:
         raise ValueError("the source of training data has 0 examples, expected at least 1")
     if not 0 <= seed < 2**32:
         raise ValueError(f"the seed of the data order is {seed}, expected one in [0, 2^32)")
-    examples = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    return Batches(examples=examples, batch_size=batch_size, num_examples=len(examples))
+    order: Any = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat()
+    return Batches(source=source, order=order, batch_size=batch_size)
 
 
 def eval_batches(source: Source, batch_size: int, num_examples: int | None = None) -> Batches:
@@ -103,7 +104,14 @@ def eval_batches(source: Source, batch_size: int, num_examples: int | None = Non
     num_examples = len(source) if num_examples is None else num_examples
     if not 1 <= num_examples <= len(source):
         raise ValueError(f"cannot evaluate {num_examples} examples: choose 1 to {len(source)}, all that there are")
-    return Batches(examples=source, batch_size=batch_size, num_examples=num_examples)
+    return Batches(source=source, order=range(num_examples), batch_size=batch_size)
+
+
+def take(source: Source, indices: Sequence[int]) -> dict[str, Any]:
+    """A batch of these examples."""
+    if hasattr(source, "take"):
+        return source.take(indices)  # pyright: ignore[reportAttributeAccessIssue]
+    return stack([source[index] for index in indices])
 
 
 def stack(examples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:

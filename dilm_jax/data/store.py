@@ -49,6 +49,10 @@ class TokenRows(Protocol):
         """Raises IndexError outside [0, len)."""
         ...
 
+    def take(self, indices: Sequence[int]) -> list[TokenRow]:
+        """Several at once, which is faster."""
+        ...
+
 
 # --- Tokenising ------------------------------------------------------------------------------------------------------
 
@@ -183,8 +187,12 @@ class InMemory:
         return len(self.num_bytes)
 
     def __getitem__(self, index: int) -> TokenRow:
-        check_index(index, len(self))
-        return self.ids[self.offsets[index] : self.offsets[index + 1]], int(self.num_bytes[index])
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> list[TokenRow]:
+        for index in indices:
+            check_index(index, len(self))
+        return [(self.ids[self.offsets[i] : self.offsets[i + 1]], int(self.num_bytes[i])) for i in indices]
 
 
 def tokenize_in_memory(
@@ -223,13 +231,22 @@ class Sharded:
         return sum(self._sizes)
 
     def __getitem__(self, index: int) -> TokenRow:
-        check_index(index, len(self))
-        shard = bisect.bisect_right(self._ends, index)
-        try:
-            (record,) = self._reader(shard).read([index - self._ends[shard] + self._sizes[shard]])
-        except RuntimeError as error:  # as array_record says that bytes are wrong
-            raise ValueError(f"{self._paths[shard]} is damaged ({error}): prepare the data again") from None
-        return decode_record(record, self._id_dtype)
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> list[TokenRow]:
+        places: dict[int, list[int]] = collections.defaultdict(list)  # of the indices, by shard
+        for place, index in enumerate(indices):
+            check_index(index, len(self))
+            places[bisect.bisect_right(self._ends, index)].append(place)
+        records: dict[int, bytes] = {}
+        for shard, of_shard in places.items():
+            start = self._ends[shard] - self._sizes[shard]
+            try:
+                read = self._reader(shard).read([indices[place] - start for place in of_shard])
+            except RuntimeError as error:  # as array_record says that bytes are wrong
+                raise ValueError(f"{self._paths[shard]} is damaged ({error}): prepare the data again") from None
+            records |= zip(of_shard, read, strict=True)
+        return [decode_record(records[place], self._id_dtype) for place in range(len(indices))]
 
     def _reader(self, shard: int) -> Any:
         with self._lock:

@@ -126,6 +126,25 @@ def make_example(
     }
 
 
+def make_examples(
+    vocabulary: Vocabulary, max_length: int, texts: Sequence[np.ndarray], num_bytes: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """The fields of a batch of `make_example` without prompts. Raises ValueError for a text that is longer than
+    `max_length`."""
+    length = np.array([len(ids) for ids in texts], np.int32)
+    if length.max() > max_length:
+        raise ValueError(f"text has {length.max()} tokens, the model takes at most {max_length}")
+    tokens = np.full((len(texts), max_length), vocabulary.pad, np.int32)
+    tokens[np.arange(max_length) < length[:, None]] = np.concatenate(texts)
+    return {
+        "tokens": tokens,
+        "length": length,
+        "frozen": np.zeros(tokens.shape, bool),
+        "open_gap": np.arange(max_length + 1) <= length[:, None],
+        "num_bytes": np.array(num_bytes, np.int32),
+    }
+
+
 def make_infill(
     vocabulary: Vocabulary, max_length: int, prompt: Tokens, answer: Tokens, gaps: Sequence[int]
 ) -> dict[str, np.ndarray]:

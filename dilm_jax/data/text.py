@@ -8,7 +8,7 @@ an infill a context with open gaps: their tokens stay because nothing deletes th
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dilm_jax.canvas import Vocabulary
 from dilm_jax.data.loader import Source
 from dilm_jax.data.sources import Split, open_source
 from dilm_jax.data.store import PREPARED, TOKENIZER, UNFINISHED, Counts, Settings, Store, TokenRows, tokenize_in_memory
-from dilm_jax.data.task import MARK, SPLITS, Tokens, make_example, parse_mark
+from dilm_jax.data.task import MARK, SPLITS, Tokens, make_examples, parse_mark
 from dilm_jax.data.tokenizers import Tokenizer, from_directory, load_tokenizer
 
 
@@ -35,10 +35,17 @@ class TextSource:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        ids, num_bytes = self.rows[index]
-        if num_bytes >= 0 and not self.tokenizer.lossless:
-            num_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-        return make_example(self.tokenizer.vocabulary, self.max_length, (), ids, num_bytes)
+        return {name: values[0] for name, values in self.take([index]).items()}
+
+    def take(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """These rows, all at once."""
+        ids, num_bytes = zip(*self.rows.take(indices), strict=True)
+        if not self.tokenizer.lossless:
+            num_bytes = [self._decoded(row) if known >= 0 else known for row, known in zip(ids, num_bytes, strict=True)]
+        return make_examples(self.tokenizer.vocabulary, self.max_length, ids, num_bytes)
+
+    def _decoded(self, ids: np.ndarray) -> int:
+        return len(self.tokenizer.decode(ids.tolist()).encode())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,11 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Key
 
-from dilm_jax.backbone import NetSpec, Scores
+from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Canvas, Example, Vocabulary
 from dilm_jax.sampling import Sampler, SamplingOptions
 from dilm_jax.schedules import TimeSampler
+from dilm_jax.scores import FusedScores, Scores
 
 
 @runtime_checkable
@@ -38,7 +39,7 @@ class Process(Protocol):
         """An exact draw of X_t given X_0, and the targets of the loss. Row b depends on key b alone."""
         ...
 
-    def loss(self, scores: Scores, canvas: Canvas, targets) -> dict[str, Float[Array, " B"]]:
+    def loss(self, scores: Scores | FusedScores, canvas: Canvas, targets) -> dict[str, Float[Array, " B"]]:
         """{'loss', 'loss_token', 'loss_length'}: nats an example, float32."""
         ...
 

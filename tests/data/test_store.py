@@ -142,6 +142,9 @@ def test_numbered_rows_come_back(numbered, where):
     assert sum(len(line) > 80 for line in lines) > 50
     order = np.random.default_rng(0).permutation(NUMBERED).tolist()
     check(rows, lines, order)
+    some = [5, 0, 777, 5]  # a row may be asked for twice
+    for got, i in zip(rows.take(some), some, strict=True):
+        assert got[0].tolist() == rows[i][0].tolist() and got[1] == rows[i][1]
     assert [bytes(ids.tolist()).decode().split()[0] for ids, _ in rows] == [str(i) for i in range(NUMBERED)]
     check(pickle.loads(pickle.dumps(rows)), lines, order[:50])
     for outside in (-1, NUMBERED):

@@ -13,8 +13,8 @@ import pytest
 import scipy.stats
 
 import oracles
-from dilm_jax.backbone import Scores
 from dilm_jax.sampling import Filters, SamplingOptions
+from dilm_jax.scores import Scores
 from oracles import World
 
 L = 5

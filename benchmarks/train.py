@@ -1,0 +1,196 @@
+"""A training step with a canvas a row, packed, and of a plain PyTorch program, on texts of real lengths.
+
+    python -m benchmarks.train [--lengths=lm1b|owt|FILE --config=configs/lm1b_joint.py --rows=8 --json=FILE]
+
+Texts are random ids: only their lengths matter. `lm1b` draws lengths of 28 tokens on average, `owt` of some 500 of up
+to 1,024; of a FILE they are those of its lines in --tokenizer's tokens. For uniform and importance-drawn t, a batch of
+--batch_size texts is noised and packed whole; what is timed is a slice of --rows rows, packed or with a canvas each,
+and a packed batch costs as many slices as training gives it rows, and finding them. Printed, and in --json:
+
+- packed_ideal: columns of a row over those that a noised text needs, L/E[m+2];
+- packed_over_padded_examples: examples a second, packed over a canvas a row, both with fused scores, for uniform t;
+- ours_over_torch_examples: packed over a step of the same network in eager PyTorch, as one would write it first: a
+  canvas a row, dense targets, float32, as many threads;
+- fused_over_dense_temp_bytes: temporary memory of loss and gradient with a canvas a row, by ahead-of-time analysis.
+
+The losses of all ways are compared on the slice before anything is timed.
+"""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from benchmarks.common import ONE_DEVICE, load_config, print_row, read_lines, texts_of, write_json
+from dilm_jax import cli, evals, packing, train
+from dilm_jax import config as config_lib
+from dilm_jax.canvas import Example
+from dilm_jax.data.tokenizers import load_tokenizer
+
+_CONFIG = flags.DEFINE_string("config", "configs/lm1b_joint.py", "The network, the schedule and the loss.")
+_LENGTHS = flags.DEFINE_string("lengths", "lm1b", "lm1b, owt, or a text file.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", "tests/data/bert-base-uncased", "Its ids, and the lengths of a file.")
+_BATCH = flags.DEFINE_integer("batch_size", 512, "Texts that are packed together.", lower_bound=2)
+_ROWS = flags.DEFINE_integer("rows", 8, "Rows that are timed.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Timed steps, after one that compiles.", lower_bound=1)
+_MODEL = flags.DEFINE_list("model", [], "Overrides of config.model: key=value,…")
+_TORCH = flags.DEFINE_bool("torch", True, "Time PyTorch, too.")
+_JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
+
+TIMES = ("uniform", "importance")
+
+
+def lengths_like(name: str, num: int, max_length: int) -> np.ndarray:
+    """Lengths of texts, shuffled."""
+    rng = np.random.default_rng(0)
+    if name == "owt" and max_length < 1000:
+        raise ValueError(f"--lengths=owt needs texts of 1,024 tokens, not {max_length}: --config=configs/owt_joint.py")
+    if name in ("lm1b", "owt"):
+        drawn = rng.gamma(4.0, 7.0, num) if name == "lm1b" else rng.gamma(4.0, 150.0, 4 * num)
+        fits = drawn[drawn <= max_length] if name == "owt" else np.minimum(drawn, max_length)
+        return np.maximum(fits[:num], 2).astype(np.int32)
+    encode = load_tokenizer(_TOKENIZER.value).encode
+    found = np.array([min(len(encode(line)), max_length) for line in read_lines(name)])
+    return rng.permutation(np.resize(found[found > 0], num)).astype(np.int32)
+
+
+def load(times: str):
+    """The config of a step with one way to draw t, and its parts. No text is read."""
+    config = load_config(_CONFIG.value)
+    config.update_from_flattened_dict(
+        {"data.path": "tests/data/sotu.txt", "data.tokenizer": _TOKENIZER.value, "data.origin": ""}
+        | {"batch_size": _BATCH.value, "loss.time_sampling": times, "model.dropout": 0.0, "model.dtype": "float32"}
+        | {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
+    )
+    config_lib.validate(config, 1)
+    return config, config_lib.build(config)
+
+
+def texts(lengths: np.ndarray, vocabulary, max_length: int) -> Example:
+    rng, ids = np.random.default_rng(1), np.flatnonzero(vocabulary.ordinary)
+    return texts_of((rng.choice(ids, length).tolist() for length in lengths), vocabulary, max_length)
+
+
+def fitted(length, num_columns: int, num_rows: int) -> packing.Packing:
+    return packing.first_fit(length, jnp.ones(length.shape, bool), num_columns, num_rows, 1)
+
+
+def gradient(parts: config_lib.Parts, params, batch, packed=None, fused=True):
+    """The loss of noised texts, summed over them, and its gradient."""
+    network = evals.network(parts, ONE_DEVICE)
+
+    def loss(params):
+        t, weight, canvas, targets = batch
+        scores = network(params, canvas, t, None, packed, fused)
+        return (weight * parts.process.loss(scores, canvas, targets)["loss"]).sum()
+
+    return jax.value_and_grad(loss)(params)
+
+
+def seconds_of(run, *args) -> tuple[float, float]:
+    """(the first number of what it returns, seconds of a call after the first)."""
+    first = jax.tree.leaves(jax.block_until_ready(run(*args)))[0]
+    each = []
+    for _ in range(_REPEATS.value):
+        started = time.monotonic()
+        jax.block_until_ready(run(*args))
+        each.append(time.monotonic() - started)
+    return float(first.ravel()[0]), min(each)
+
+
+def measure(times: str) -> dict:
+    """Figures of one way to draw t."""
+    config, parts = load(times)
+    vocabulary, L = parts.process.vocabulary, parts.task.max_length
+    x0 = texts(lengths_like(_LENGTHS.value, _BATCH.value, L), vocabulary, L)
+    budget = train.num_packed_rows(config, parts, ONE_DEVICE, lambda step, rows: vars(x0))
+    assert budget, "the config does not pack"
+    draw = jax.jit(lambda x0: train.corrupt_batch(parts.process, ONE_DEVICE, 0, 0, x0)[:4])
+    batch = draw(x0)
+    canvas = batch[2]
+    num_columns = canvas.num_columns
+    rows = int(packing.rows_needed(canvas.length, num_columns, 1)[0])
+    fit = jax.jit(lambda length, num_rows: fitted(length, num_columns, num_rows), static_argnums=1)
+    whole = fit(canvas.length, rows)
+    seconds = {"fit": seconds_of(fit, canvas.length, budget)[1]}
+
+    # A slice of the packed rows has the texts that lie in every so many-th row: long and short ones.
+    mine = np.asarray(whole.place[0, :, 0]) // num_columns
+    chosen = np.unique(np.linspace(0, rows - 1, min(_ROWS.value, rows)).round().astype(int))
+    inside = np.flatnonzero(np.isin(mine, chosen))
+    take = lambda index: jax.tree.map(lambda x: x[index], batch)  # noqa: E731
+    packed_slice, padded_slice = take(inside), take(inside[: len(chosen)])
+    assert fit(packed_slice[2].length, len(chosen)).placed.all()
+
+    params = random_params(config, parts)
+    run = {
+        "packed": jax.jit(lambda b: gradient(parts, params, b, fitted(b[2].length, num_columns, len(chosen)))),
+        "fused": jax.jit(lambda b: gradient(parts, params, b)),
+        "dense": jax.jit(lambda b: gradient(parts, params, b, fused=False)),
+    }
+    temp = {name: temporary_bytes(run[name].lower(padded_slice).compile()) for name in ("fused", "dense")}
+    losses = {name: float(run[name](packed_slice)[0]) for name in ("packed", "fused")}
+    np.testing.assert_allclose(losses["packed"], losses["fused"], rtol=1e-5)
+    _, seconds["packed"] = seconds_of(run["packed"], packed_slice)
+    for name in ("fused", "dense"):
+        losses[name], seconds[name] = seconds_of(run[name], padded_slice)
+    np.testing.assert_allclose(losses["fused"], losses["dense"], rtol=1e-5)
+
+    examples = {
+        "packed": _BATCH.value / (seconds["packed"] * budget / len(chosen) + seconds["fit"]),
+        **{name: len(chosen) / seconds[name] for name in ("fused", "dense")},
+    }
+    results = {
+        "times": times,
+        "mean_length": float(x0.length.mean()),
+        "columns": num_columns,
+        "mean_columns": float(canvas.length.mean()),
+        "packed_rows": budget,
+        "packed_ideal": num_columns / float(canvas.length.mean()),
+        "packed_over_padded_examples": examples["packed"] / examples["fused"],
+        "fused_over_dense_examples": examples["fused"] / examples["dense"],
+        "fused_over_dense_temp_bytes": temp["fused"] / temp["dense"],
+        "examples_per_s": examples,
+    }
+    if _TORCH.value and times == "uniform" and config.process.family == "joint":
+        from benchmarks import torch_baseline  # torch is optional
+
+        t, _, canvas, targets = padded_slice
+        scores = jax.jit(evals.network(parts, ONE_DEVICE))(params, canvas, t)
+        args = params, dict(config.model), parts.process.spec.predictable, canvas, t, targets
+        loss, each = torch_baseline.seconds_of_step(*args, _REPEATS.value)
+        np.testing.assert_allclose(loss, torch_baseline.plain_loss(scores, canvas, targets), rtol=1e-4)
+        results["ours_over_torch_examples"] = examples["packed"] / (len(chosen) / each)
+    return results
+
+
+def temporary_bytes(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def random_params(config, parts) -> dict:
+    """Fresh parameters, with what starts at zero drawn, too: nothing must be optimised away."""
+    optimizer, _ = train.make_optimizer(config)
+    fresh = train.init_state(config, parts, optimizer, ONE_DEVICE).params
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + jnp.asarray(0.02 * rng.normal(size=x.shape), x.dtype), fresh)
+
+
+def main() -> None:
+    results = [measure(times) for times in TIMES]
+    keys = ["times", "mean_columns", "packed_ideal", "packed_over_padded_examples", "fused_over_dense_examples"]
+    print_row([*keys, "fused_over_dense_temp_bytes", "of the ideal"], header=True)
+    for row in results:
+        share = row["packed_over_padded_examples"] / row["packed_ideal"]
+        print_row([row[key] for key in keys] + [row["fused_over_dense_temp_bytes"], share])
+    first = dict(results[0])
+    if "ours_over_torch_examples" in first:
+        print(f"\npacked over PyTorch: {first['ours_over_torch_examples']:.2f} times as many examples a second")
+    write_json(_JSON.value, first | {"lengths": _LENGTHS.value, "importance": results[1]})
+
+
+if __name__ == "__main__":
+    cli.run(main)
