@@ -296,7 +296,9 @@ class Checked:
         self.programs = {}  # by sampler
         self.kept_probs = jax.jit(lambda t: self.process.kept_probs(jnp.arange(K), t))
         self.posterior = jax.jit(self.posterior_scores, static_argnums=0)
-        self.integrand = jax.jit(functools.partial(likelihood.integrand, self.process))
+        self.integrand = jax.jit(
+            lambda scores, canvas, targets: likelihood.integrand(self.process, canvas, targets)(scores)
+        )
         self.log_insertion_rates = jax.jit(
             lambda scores, canvas, t: self.process.log_rates(scores, canvas, t)[..., None] + scores.logits
         )

@@ -29,8 +29,10 @@ TOPOLOGIES = {
     "data 8": (8, []),
     "data 2 × fsdp 4": (8, [("mesh.fsdp", 4)]),
     "data 2 × fsdp 2 × tensor 2": (8, [("mesh.fsdp", 2), ("mesh.tensor", 2)]),
-    "packed, data 8": (8, [("train.packing", True), ("train.micro_batches", 2)]),
-    "packed, data 2 × fsdp 2 × tensor 2": (8, [("mesh.fsdp", 2), ("mesh.tensor", 2), ("train.packing", True)]),
+    "packed, data 2 × fsdp 2 × tensor 2, 2 micro-batches": (
+        8,
+        [("mesh.fsdp", 2), ("mesh.tensor", 2), ("train.micro_batches", 2), ("train.packing", True)],
+    ),
     "data 2 × fsdp 2 × tensor 2, 4 micro-batches": (
         8,
         [("mesh.fsdp", 2), ("mesh.tensor", 2), ("train.micro_batches", 4)],
