@@ -127,16 +127,16 @@ def measure(times: str) -> dict:
 
     params = random_params(config, parts)
     run = {
-        "packed": jax.jit(lambda b: gradient(parts, params, b, fitted(b[2].length, num_columns, len(chosen)))),
-        "fused": jax.jit(lambda b: gradient(parts, params, b)),
-        "dense": jax.jit(lambda b: gradient(parts, params, b, fused=False)),
+        "packed": jax.jit(lambda p, b: gradient(parts, p, b, fitted(b[2].length, num_columns, len(chosen)))),
+        "fused": jax.jit(lambda p, b: gradient(parts, p, b)),
+        "dense": jax.jit(lambda p, b: gradient(parts, p, b, fused=False)),
     }
-    temp = {name: temporary_bytes(run[name].lower(padded_slice).compile()) for name in ("fused", "dense")}
-    losses = {name: float(run[name](packed_slice)[0]) for name in ("packed", "fused")}
+    temp = {name: temporary_bytes(run[name].lower(params, padded_slice).compile()) for name in ("fused", "dense")}
+    losses = {name: float(run[name](params, packed_slice)[0]) for name in ("packed", "fused")}
     np.testing.assert_allclose(losses["packed"], losses["fused"], rtol=1e-5)
-    _, seconds["packed"] = seconds_of(run["packed"], packed_slice)
+    _, seconds["packed"] = seconds_of(run["packed"], params, packed_slice)
     for name in ("fused", "dense"):
-        losses[name], seconds[name] = seconds_of(run[name], padded_slice)
+        losses[name], seconds[name] = seconds_of(run[name], params, padded_slice)
     np.testing.assert_allclose(losses["fused"], losses["dense"], rtol=1e-5)
 
     examples = {
