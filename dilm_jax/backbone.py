@@ -27,7 +27,6 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
@@ -124,15 +123,7 @@ class Transformer(nnx.Module):
         self.time = _mlp(TIME_FEATURES, cond, cond, jnp.float32, rngs) if cond else None
         self.blocks = stack(rngs)
         self.final_norm = AdaLayerNorm(width, cond, rngs=rngs)
-        self.head = nnx.Linear(
-            width,
-            vocab_size,
-            use_bias=False,
-            kernel_init=_zeros,
-            dtype=self.dtype,
-            preferred_element_type=jnp.float32,
-            rngs=rngs,
-        )
+        self.head = nnx.Linear(width, vocab_size, use_bias=False, kernel_init=_zeros, rngs=rngs)  # see scores.TokenHead
         self.length_head = ResidualHead(width, spec.num_lengths, cond, rngs=rngs) if spec.length_head else None
         self.stop_head = ResidualHead(width, 1, cond, rngs=rngs) if spec.stop_head else None
 
@@ -170,12 +161,12 @@ class Transformer(nnx.Module):
                 length_logits = length_logits if packing is None else packing.canvases_of(length_logits)
         if self.stop_head is not None:
             stop_logits = self.stop_head(first(x), cond)[..., 0]
-        if num_chunks is None:
-            logits = jnp.where(np.array(self.spec.predictable), self.head(hidden), -jnp.inf)
-            return Scores(logits=logits, length_logits=length_logits, stop_logits=stop_logits)
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         head = TokenHead(self.spec.predictable, self.dtype.name, precision)
         kernel = self.head.kernel[...]
+        if num_chunks is None:
+            logits = head.scores(hidden, kernel)
+            return Scores(logits=logits, length_logits=length_logits, stop_logits=stop_logits)
         log_sums = fused_lse(hidden, kernel, head, num_chunks)
         return FusedScores(
             hidden=hidden,
