@@ -63,6 +63,19 @@ def test_micro_batches_remat_and_unrolling_change_no_number(family, changed):
     tiny.assert_close(got.state.params, want.state.params, 1e-5)
 
 
+@pytest.mark.parametrize("family", tiny.BASE)
+def test_passes_over_what_finds_no_room_change_no_number(family):
+    """Two rows at a time for eight canvases of which no two fit into one."""
+    want = tiny.run(*tiny.BASE[family])
+    made, parts, mesh, _ = tiny.world(*tiny.BASE[family])
+    step = train.make_train_step(made, parts, mesh, 2)
+    with jax.default_matmul_precision(made.train.matmul_precision):
+        state, metrics = step(tiny.random_state(made, parts, mesh), tiny.batch(parts, made))
+    assert metrics["train/passes"] == 4
+    tiny.assert_close(tiny.first_gradient(state, made), want.gradient, 1e-6)
+    assert float(metrics["train/loss"]) == pytest.approx(want.metrics[0]["train/loss"], rel=1e-5)
+
+
 # --- Noise -----------------------------------------------------------------------------------------------------------
 
 

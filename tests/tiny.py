@@ -101,10 +101,14 @@ def continued(state, steps, family: str, *overrides: tuple[str, Any], num_device
         for i in steps:
             state, measured = step(state, sharding.put_batch(batch(parts, made, i), mesh, made.batch_size))
             metrics.append({name: float(value) for name, value in measured.items()})
-            if gradient is None:  # Adam's first moment after the first step is (1 − β₁)·gradient
-                moment = optax.tree_utils.tree_get(state.opt_state, "mu")
-                gradient = jax.tree.map(lambda m: np.asarray(m) / np.float32(1 - made.optim.beta1), moment)
+            gradient = gradient or first_gradient(state, made)
     return Run(gradient, metrics, jax.device_get(state))
+
+
+def first_gradient(state, made: ml_collections.ConfigDict):
+    """Adam's first moment after the first step is (1 − β₁)·gradient."""
+    moment = optax.tree_utils.tree_get(state.opt_state, "mu")
+    return jax.tree.map(lambda m: np.asarray(m) / np.float32(1 - made.optim.beta1), moment)
 
 
 def assert_close(got, want, tolerance: float) -> None:
