@@ -13,7 +13,7 @@ PAPER = LM_PAPER | {"process.schedule.sigma_min": 0.1, "process.schedule.sigma_m
 
 
 def get_config(variant=None):
-    config = config_lib.language_model()
+    config = config_lib.insertion_language_model()
     config.data.update(path="data/lm1b", origin=LM1B, tokenizer="bert-base-uncased", max_length=126)
     config.process.family = "independent"
     config.process.schedule.update(sigma_min=0.4, sigma_max=80.0)

@@ -14,7 +14,7 @@ PAPER = LM_PAPER | {"process.schedule.sigma_min": 50.0, "process.schedule.sigma_
 
 
 def get_config(variant=None):
-    config = config_lib.language_model()
+    config = config_lib.insertion_language_model()
     config.data.update(path="data/owt", origin=OWT, tokenizer="gpt2", max_length=1022, overlong="drop")
     config.process.family = "joint"
     config.process.schedule.update(sigma_min=50.0, sigma_max=6000.0)

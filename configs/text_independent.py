@@ -11,7 +11,7 @@ from dilm_jax.config import TEXT_LARGE
 
 
 def get_config(variant=None):
-    config = config_lib.language_model()
+    config = config_lib.insertion_language_model()
     config.data.max_length = 256
     config.process.family = "independent"
     config.process.schedule.update(sigma_min=0.4, sigma_max=80.0)

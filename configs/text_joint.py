@@ -11,7 +11,7 @@ from dilm_jax.config import TEXT_LARGE
 
 
 def get_config(variant=None):
-    config = config_lib.language_model()
+    config = config_lib.insertion_language_model()
     config.data.max_length = 256
     config.process.family = "joint"
     config.process.schedule.update(sigma_min=2.0, sigma_max=2500.0)

@@ -20,9 +20,11 @@ Shapes: B batch, S canvas columns, V vocabulary, K length classes 0..L, D width,
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -32,7 +34,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
 from dilm_jax.canvas import CLS_COLUMN, Canvas
 from dilm_jax.packing import Packing
-from dilm_jax.scores import FusedScores, Scores, TokenHead, fused_lse
+from dilm_jax.scores import FusedScores, LastScores, Scores, TokenHead, fused_lse
 
 TIME_FEATURES = 256  # cosines, then sines
 MAX_PERIOD = 1e4  # of the time features, in units of 1/1000 of noising time
@@ -52,7 +54,7 @@ class NetSpec:
 
     causal: bool  # a column attends to itself and the columns before it
     uses_time: bool
-    append_only: bool  # samplers only ever append tokens: a cache of keys and values stays valid
+    append_only: bool  # samplers only ever append tokens: a cache of keys and values stays valid (`extend`)
     length_head: str | None  # "cls": one length a row, read at CLS; "gap": one per gap
     num_lengths: int  # K, classes 0..L
     stop_head: bool  # a logit at CLS
@@ -63,6 +65,8 @@ class NetSpec:
             raise ValueError(f"length_head is {self.length_head!r}, expected None, 'cls' or 'gap'")
         if self.length_head and self.num_lengths < 1:
             raise ValueError(f"num_lengths is {self.num_lengths}, but a length head needs at least one class")
+        if self.append_only and not (self.causal and self.length_head is None and not self.stop_head):
+            raise ValueError("append_only needs causal, and neither a length head nor a stop head: they read CLS")
         if not any(self.predictable):
             raise ValueError("no id is predictable: predictable must be True at one id at least")
 
@@ -149,7 +153,7 @@ class Transformer(nnx.Module):
         first = operator.itemgetter((slice(None), CLS_COLUMN)) if packing is None else packing.first_of
         rows = canvas if packing is None else packing.pack(canvas)
         cond = self._embed_time(time) if self.spec.uses_time else None
-        x = self._run_blocks(self._embed_canvas(rows), self._context(rows, cond, spread, dropout_keys))
+        x, _ = self._run_blocks(self._embed_canvas(rows), self._context(rows, cond, spread, dropout_keys))
 
         hidden = self.final_norm(x, cond, spread)
         length_logits = stop_logits = None
@@ -161,9 +165,7 @@ class Transformer(nnx.Module):
                 length_logits = length_logits if packing is None else packing.canvases_of(length_logits)
         if self.stop_head is not None:
             stop_logits = self.stop_head(first(x), cond)[..., 0]
-        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        head = TokenHead(self.spec.predictable, self.dtype.name, precision)
-        kernel = self.head.kernel[...]
+        head, kernel = self._token_head(), self.head.kernel[...]
         if num_chunks is None:
             logits = head.scores(hidden, kernel)
             return Scores(logits=logits, length_logits=length_logits, stop_logits=stop_logits)
@@ -177,6 +179,35 @@ class Transformer(nnx.Module):
             stop_logits=stop_logits,
             head=head,
         )
+
+    def prefill(self, canvas: Canvas, time: Float[Array, " B"] | None) -> "Kept":
+        """Keys and values of every column, for `extend`."""
+        cond = self._embed_time(time) if self.spec.uses_time else None
+        context = self._context(canvas, cond, lambda x: x[:, None], None)
+        kept: Any = self._run_blocks(self._embed_canvas(canvas), context, keep=True)[1]
+        return kept
+
+    def extend(self, canvas: Canvas, time: Float[Array, " B"] | None, kept: "Kept") -> tuple[LastScores, "Kept"]:
+        """Scores of the gap after the last column, from it and what is kept of those before it; and what is then kept.
+
+        Right where canvases only grow at their end, by a column from one call to the next: `spec.append_only`.
+        """
+        assert self.spec.append_only
+        last = (canvas.length - 1)[:, None]
+        take = functools.partial(jnp.take_along_axis, indices=last, axis=1)
+        fields = ("tokens", "frozen", "open_gap", "position", "segment")
+        column = dataclasses.replace(canvas, **{name: take(getattr(canvas, name)) for name in fields})
+        cond = self._embed_time(time) if self.spec.uses_time else None
+        seen = (jnp.arange(canvas.num_columns) <= last) & (canvas.segment == column.segment)
+        context = self._context(column, cond, lambda x: x[:, None], None)
+        context = dataclasses.replace(context, mask=seen[:, None, None], column=last[:, 0])
+        x, after = self._run_blocks(self._embed_canvas(column), context, kept)
+        hidden = self.final_norm(x, cond, context.spread)
+        return LastScores(self._token_head().scores(hidden, self.head.kernel[...])[:, 0]), after
+
+    def _token_head(self) -> TokenHead:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        return TokenHead(self.spec.predictable, self.dtype.name, precision)
 
     def _embed_time(self, time) -> Float[Array, "B C"]:
         assert self.time is not None
@@ -198,21 +229,25 @@ class Transformer(nnx.Module):
             dropout_keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, canvas.position)
         return Context(cond=cond, spread=spread, cos=cos, sin=sin, mask=same[:, None], dropout_keys=dropout_keys)
 
-    def _run_blocks(self, x, context: "Context") -> Float[Array, "B S D"]:
+    def _run_blocks(self, x, context: "Context", kept: "Kept | None" = None, keep: bool = False) -> tuple[Array, Any]:
+        """The last block's columns [B, S, D] and, of `kept` or to `keep`, each block's keys and values."""
         graphdef, params = nnx.split(self.blocks, nnx.Param)
 
-        def apply(x, layer_and_params):
-            layer, params = layer_and_params
-            return nnx.merge(graphdef, params)(x, context, layer), None
+        def apply(x, of_layer):
+            layer, params, kept = of_layer
+            x, kept = nnx.merge(graphdef, params)(x, context, layer, kept)
+            return x, kept if keep or context.column is not None else None
 
         if self.remat:
             apply = jax.checkpoint(apply, prevent_cse=not self.scan)  # inside a scan nothing can be shared anyway
-        layers = (jnp.arange(self.num_layers), params)
+        layers = (jnp.arange(self.num_layers), params, kept)
         if self.scan:
-            return jax.lax.scan(apply, x, layers)[0]
+            return jax.lax.scan(apply, x, layers)
+        all_kept = []
         for i in range(self.num_layers):
-            x, _ = apply(x, jax.tree.map(operator.itemgetter(i), layers))
-        return x
+            x, of_layer = apply(x, jax.tree.map(operator.itemgetter(i), layers))
+            all_kept.append(of_layer)
+        return x, jax.tree.map(lambda *x: jnp.stack(x), *all_kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +261,10 @@ class Context:
     sin: Float[Array, "B S 1 R"]
     mask: Bool[Array, "B 1 S S"]  # may a column (third axis) attend to another (fourth)?
     dropout_keys: Key[Array, "B S"] | None
+    column: Int[Array, " B"] | None = None  # the one of each row that is computed; None: all
+
+
+Kept = tuple[Array, Array]  # keys and values [layers, B, S, N, H]
 
 
 class Block(nnx.Module):
@@ -242,12 +281,13 @@ class Block(nnx.Module):
         self.mlp_norm = AdaLayerNorm(width, None, rngs=rngs)
         self.mlp = _mlp(width, mlp_width, width, dtype, rngs)
 
-    def __call__(self, x, context: Context, layer) -> Float[Array, "B S D"]:
+    def __call__(self, x, context: Context, layer, kept=None):
+        """The columns [B, S, D], and keys and values: those `kept` with the ones of `context.column` put in."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self._modulate(context)
-        branch = self._attend(modulate(self.attention_norm(x), shift_a, scale_a), context)
+        branch, kept = self._attend(modulate(self.attention_norm(x), shift_a, scale_a), context, kept)
         x = self._add(x, gate_a, drop(branch, self.dropout, context.dropout_keys, 2 * layer))
         branch = self.mlp["out"](nnx.relu(self.mlp["in"](modulate(self.mlp_norm(x), shift_m, scale_m))))
-        return self._add(x, gate_m, drop(branch, self.dropout, context.dropout_keys, 2 * layer + 1))
+        return self._add(x, gate_m, drop(branch, self.dropout, context.dropout_keys, 2 * layer + 1)), kept
 
     def _modulate(self, context: Context):
         """Shift, scale and gate of the attention, then of the MLP: six times [B, 1 or S, D]."""
@@ -259,13 +299,18 @@ class Block(nnx.Module):
     def _add(self, x, gate, branch):
         return (x + gate * branch.astype(jnp.float32)).astype(self.dtype)
 
-    def _attend(self, x, context: Context):
+    def _attend(self, x, context: Context, kept):
         B, S, D = x.shape
         qkv = self.attention["qkv"](x).reshape(B, S, 3, self.num_heads, D // self.num_heads)
         q = rotate(qkv[:, :, 0], context.cos, context.sin)
         k = rotate(qkv[:, :, 1], context.cos, context.sin)
-        mixed = jax.nn.dot_product_attention(q, k, qkv[:, :, 2], mask=context.mask, is_causal=self.causal)
-        return self.attention["out"](mixed.reshape(B, S, D))
+        v = qkv[:, :, 2]
+        if context.column is not None:
+            at = jnp.arange(B), context.column
+            k, v = (old.at[at].set(new[:, 0]) for old, new in zip(kept, (k, v), strict=True))
+        causal = self.causal and context.column is None  # of one column the mask says it all
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=context.mask, is_causal=causal)
+        return self.attention["out"](mixed.reshape(B, S, D)), (k, v)
 
 
 class AdaLayerNorm(nnx.Module):

@@ -127,6 +127,13 @@ class InsertionTargets:
     def num_dropped(self) -> Int[Array, " B"]:
         return self.dropped.sum(-1)
 
+    @property
+    def num_in_gap(self) -> Int[Array, "B S"]:
+        """How many tokens are missing from each gap, |s_i|."""
+        B, L = self.tokens.shape
+        counts = jnp.zeros((B, L + NUM_SPECIAL_COLUMNS), jnp.int32)
+        return counts.at[jnp.arange(B)[:, None], self.gap].add(self.dropped)
+
 
 def validate_examples(example: Example, vocabulary: Vocabulary) -> None:
     """Checks concrete examples (host side).
@@ -248,6 +255,17 @@ def close_up(
     left = canvas.occupied & ~dropped
     column = jnp.where(left, jnp.cumsum(left, axis=-1) - 1, S)  # S is out of range: dropped by the scatter
     return jnp.full_like(values, at_pad).at[jnp.arange(B)[:, None], column].set(values, mode="drop")
+
+
+def spread_out(canvas: Canvas, number: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Bool[Array, "B S"]]:
+    """Where `number[:, i]` columns are made after column i: the column that each was before, or after which it was
+    made, and whether it was made. The sum must fit; of columns past the text it is of no meaning."""
+    B, S = number.shape
+    column = jnp.arange(S) + jnp.cumsum(number, axis=-1) - number
+    column = jnp.where(canvas.occupied, column, S)  # S is out of range: dropped by the scatter
+    is_old = jnp.zeros((B, S), bool).at[jnp.arange(B)[:, None], column].set(True, mode="drop")
+    length = canvas.length + number.sum(-1)
+    return jnp.cumsum(is_old, axis=-1) - 1, ~is_old & (jnp.arange(S) < length[:, None])
 
 
 def to_example(canvas: Canvas, frozen: Bool[Array, "B S"]) -> Example:

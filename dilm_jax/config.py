@@ -22,10 +22,10 @@ from dilm_jax.data.store import OVERLONG
 from dilm_jax.data.task import Task
 from dilm_jax.data.text import TextTask, open_text
 from dilm_jax.losses import LossConfig
-from dilm_jax.processes.base import Process
-from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.processes.base import Process, Traits
+from dilm_jax.processes.registry import PROCESSES, make_process
 from dilm_jax.sampling import Corrector, Filter, Filters, SamplingOptions
-from dilm_jax.schedules import SCHEDULES, Schedule, concrete_total
+from dilm_jax.schedules import MASKING, SCHEDULES, Schedule, concrete_total
 
 # Keys whose change makes a checkpoint another run's: refused on resume.
 FIXED_ON_RESUME = ("model", "process", "data", "seed", "batch_size")
@@ -38,6 +38,7 @@ CHOICES = {
     "data.overlong": OVERLONG,
     "process.family": tuple(PROCESSES),
     "process.schedule.name": tuple(SCHEDULES),
+    "process.masking": tuple(MASKING),
     "model.dtype": ("float32", "bfloat16"),
     "loss.kernel": ("exact", "paper"),
     "loss.alignment": ("sampled", "marginal"),
@@ -47,7 +48,6 @@ CHOICES = {
     "loss.time_sampling": ("uniform", "importance"),
     "optim.schedule": ("constant", "cosine"),
     "train.matmul_precision": ("default", "highest"),
-    "sampling.sampler": ("event", "leap", "euler"),
 }
 
 
@@ -61,11 +61,10 @@ class _AtLeastOne:
         yield "1 or more"
 
 
-# Keys that have an effect only where all values of one of these hold: refused otherwise, unless at their default.
-_ONE_EVENT = {"sampling.sampler": ("event",), "sampling.events_per_call": (1,)}
-_CHOOSES_A_GAP = ({"process.family": ("joint",)}, _ONE_EVENT)
-_STAR, _TEXT = ({"data.source": ("star",)},), ({"data.source": ("text",)},)
-NEEDS: dict[str, tuple[dict[str, Any], ...]] = {
+# Keys that have an effect only where these values hold: refused otherwise, unless at their default. (`needs` adds what
+# the families say of themselves.)
+_STAR, _TEXT = {"data.source": ("star",)}, {"data.source": ("text",)}
+NEEDS: dict[str, dict[str, Any]] = {
     "data.difficulty": _STAR,
     "data.seed": _STAR,
     "data.path": _TEXT,
@@ -76,19 +75,38 @@ NEEDS: dict[str, tuple[dict[str, Any], ...]] = {
     "data.field": _TEXT,
     "data.overlong": _TEXT,
     "eval.num_samples": _TEXT,
-    "loss.targets": ({"loss.alignment": ("sampled",)},),
-    "loss.max_weight": ({"loss.weighting": ("elbo",)},),
-    "optim.cosine_cycles": ({"optim.schedule": ("cosine",)},),
-    "optim.floor": ({"optim.schedule": ("cosine",)},),
-    "sampling.num_steps": ({"sampling.sampler": ("leap", "euler")},),
-    "sampling.rate_scale": ({"sampling.sampler": ("euler",)},),
-    "sampling.calls": (_ONE_EVENT,),
-    "sampling.events_per_call": ({"sampling.sampler": ("event",)},),
-    "sampling.corrector_strength": ({"sampling.corrector_steps": _AtLeastOne()},),
-    "sampling.gap_temperature": _CHOOSES_A_GAP,
-    "sampling.gap_top_k": _CHOOSES_A_GAP,
-    "sampling.gap_top_p": _CHOOSES_A_GAP,
+    "loss.targets": {"loss.alignment": ("sampled",)},
+    "loss.max_weight": {"loss.weighting": ("elbo",)},
+    "optim.cosine_cycles": {"optim.schedule": ("cosine",)},
+    "optim.floor": {"optim.schedule": ("cosine",)},
+    "sampling.calls": {"sampling.events_per_call": (1,)},
+    "sampling.corrector_strength": {"sampling.corrector_steps": _AtLeastOne()},
 }
+_OF_GAP = ("sampling.gap_temperature", "sampling.gap_top_k", "sampling.gap_top_p")
+_OF_SAMPLER = tuple(f"sampling.{field.name}" for field in dataclasses.fields(SamplingOptions))
+
+
+def needs(key: str) -> tuple[dict[str, Any], ...]:
+    """Where a key has an effect: where all values of one of these hold."""
+    here = NEEDS.get(key, {})
+    if key.startswith(("process.", "loss.")) and key != "process.family":
+        return (here | _families(lambda traits: any(f"{key}.".startswith(f"{read}.") for read in traits.reads)),)
+    if key in _OF_SAMPLER:
+        option, traits = key.removeprefix("sampling."), [process.TRAITS for process in PROCESSES.values()]
+        names = [name for of in traits for name, options in of.samplers.items() if option in options]
+        return ({"sampling.sampler": tuple(dict.fromkeys(names))} | here,)
+    if key in _OF_GAP:
+        filters = {name: process.TRAITS.gap_filter for name, process in PROCESSES.items()}
+        return tuple({"process.family": (name,)} | of for name, of in filters.items() if of is not None)
+    if key == "sampling.corrector_steps":
+        return (_families(lambda traits: traits.revises),)
+    if key == "data.infill_fraction":
+        return (_families(lambda traits: traits.fills != "end"),)
+    return (here,)
+
+
+def _families(have: Callable[[Traits], bool]) -> dict[str, Any]:
+    return {"process.family": tuple(name for name, process in PROCESSES.items() if have(process.TRAITS))}
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -130,6 +148,8 @@ def default_config() -> ml_collections.ConfigDict:
     config.process.schedule.name = "log_linear"
     config.process.schedule.sigma_min = 3.0  # deletion rate at t = 0, per unit of noising time
     config.process.schedule.sigma_max = 30.0  # at t = 1
+    config.process.masking = "log_linear"  # of masked diffusion: how the share of masks grows with t
+    config.process.time_conditioning = False  # of masked diffusion: whether the network is told t
 
     config.loss = ml_collections.ConfigDict()
     config.loss.kernel = "exact"
@@ -175,6 +195,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.sampling.corrector_steps = 0  # rounds of noise and generation that revise a finished text
     config.sampling.corrector_strength = 0.1  # noising time that each goes back to
     config.sampling.rate_scale = 1.0  # multiplies the rate of "euler"
+    config.sampling.stop_threshold = 0.9  # of the probability that a text of "one_by_one" is complete; 0: it is drawn
     config.sampling.temperature = 0.0  # of the token; 0 is greedy
     config.sampling.top_k = 0  # 0 is off
     config.sampling.top_p = 1.0
@@ -195,12 +216,10 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
     """Raises ValueError, naming the value and the fix, for a config that cannot run on `num_devices` devices. (What
     concerns one part alone, such as a width, the part's constructor checks when it is built.)"""
     validate_values(config)
-    defaults = default_config()
-    for key in NEEDS:
-        default = _get(defaults, key)
+    for key, default in flatten(default_config()).items():
         if _get(config, key) != default and not has_effect(config, key):
             raise ValueError(
-                f"config.{key} = {_get(config, key)} has no effect {what_is_needed(key)}; leave it at {default}"
+                f"config.{key} = {_get(config, key)} has no effect {what_is_needed(config, key)}; leave it at {default}"
             )
     axes = mesh_shape(config, num_devices)
     shards, parts = axes["data"] * axes["fsdp"], config.train.micro_batches
@@ -213,8 +232,10 @@ def validate(config: ml_collections.ConfigDict, num_devices: int) -> None:
 
 def validate_values(config: ml_collections.ConfigDict) -> None:
     """The part of `validate` that holds on any devices, and after a command has overridden config.sampling."""
-    for key in CHOICES:
-        _check_choice(config, key)
+    for key, choices in CHOICES.items():
+        _check_choice(config, key, choices)
+    traits = PROCESSES[config.process.family].TRAITS
+    _check_choice(config, "sampling.sampler", tuple(traits.samplers))
     for key, value in flatten(config).items():
         if isinstance(value, float) and not math.isfinite(value) and key != "loss.max_weight":
             raise ValueError(f"config.{key} must be a finite number, got {value}")
@@ -242,7 +263,7 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
             f"config.process.schedule deletes {total:g} times over by t = 1, more than {MAX_TOTAL:g}; lower sigma_max"
         )
     sampler, many = config.sampling.sampler, config.sampling.events_per_call > 1
-    reads = many or sampler in PROCESSES[config.process.family].READS_POSTERIOR
+    reads = many or sampler in traits.reads_posterior
     if reads and config.loss.length == "poisson_mean":
         named = f"config.sampling.sampler={sampler!r}" + " with events_per_call above 1" * many
         raise ValueError(
@@ -257,21 +278,24 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
 
 
 def has_effect(config: ml_collections.ConfigDict, key: str) -> bool:
-    """Whether the values beside a key let it have one (see NEEDS)."""
-    alternatives = NEEDS.get(key, ({},))
-    return any(all(_get(config, other) in values for other, values in needed.items()) for needed in alternatives)
+    """Whether the values beside a key let it have one."""
+    return any(all(_get(config, other) in values for other, values in needed.items()) for needed in needs(key))
 
 
-def what_is_needed(key: str) -> str:
+def what_is_needed(config: ml_collections.ConfigDict, key: str) -> str:
     """What would let a key have an effect, to end a sentence."""
     return "without " + ", or ".join(
-        " and ".join(f"{other} = {' or '.join(map(str, values))}" for other, values in needed.items())
-        for needed in NEEDS[key]
+        " and ".join(
+            f"{other} = {' or '.join(map(str, values))}"
+            for other, values in needed.items()
+            if _get(config, other) not in values
+        )
+        for needed in needs(key)
     )
 
 
-def _check_choice(config: ml_collections.ConfigDict, key: str) -> None:
-    value, choices = _get(config, key), CHOICES[key]
+def _check_choice(config: ml_collections.ConfigDict, key: str, choices: tuple[str, ...]) -> None:
+    value = _get(config, key)
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -351,13 +375,16 @@ class Parts:
 def build(config: ml_collections.ConfigDict, workdir: pathlib.Path | None = None) -> Parts:
     """The parts of a validated config; `workdir`, where a run is loaded, has its tokenizer."""
     task = TASK_OF[config.data.source](config.data, workdir)
-    process = PROCESSES[config.process.family](
+    process = make_process(
+        config.process.family,
         vocabulary=task.vocabulary,
         max_length=task.max_length,
         schedule=_schedule(config),
         eps=config.process.eps,
         loss_config=loss_config(config),
         time_sampling=config.loss.time_sampling,
+        masking=config.process.masking,
+        time_conditioning=config.process.time_conditioning,
     )
     return Parts(
         task=task,
@@ -368,6 +395,7 @@ def build(config: ml_collections.ConfigDict, workdir: pathlib.Path | None = None
             rate_scale=config.sampling.rate_scale,
             calls=config.sampling.calls,
             events_per_call=config.sampling.events_per_call,
+            stop_threshold=config.sampling.stop_threshold,
         ),
         filters=_filters(config),
         corrector=Corrector(steps=config.sampling.corrector_steps, strength=config.sampling.corrector_strength),
@@ -559,13 +587,20 @@ LM_SMOKE = {
 
 
 def language_model() -> ml_collections.ConfigDict:
-    """The defaults of a model of texts: the likelihood bound as its loss, texts from nothing at temperature 1."""
+    """The defaults of a model of texts: texts from nothing at temperature 1."""
     config = default_config()
     config.data.source = "text"
+    config.train.packing = True
+    config.sampling.update(temperature=1.0, top_p=0.9)
+    return config
+
+
+def insertion_language_model() -> ml_collections.ConfigDict:
+    """Of DILM-S and DILM-M: with the likelihood bound as its loss."""
+    config = language_model()
     config.process.eps = 1e-4
     config.loss.update(weighting="elbo", time_sampling="importance")
-    config.train.packing = True
-    config.sampling.update(temperature=1.0, gap_temperature=1.0, top_p=0.9)
+    config.sampling.gap_temperature = 1.0
     return config
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import coverage, likelihood, metrics, sampling, schedules, sharding, text_metrics
 from dilm_jax import packing as packing_lib
+from dilm_jax.backbone import Transformer
 from dilm_jax.canvas import Canvas, Example
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
@@ -27,7 +28,7 @@ from dilm_jax.data.text import TextTask
 from dilm_jax.judge import JudgeResult
 from dilm_jax.processes.base import Process
 from dilm_jax.request import Request
-from dilm_jax.scores import Scores, num_chunks
+from dilm_jax.scores import LastScores, Scores, num_chunks
 
 
 @struct.dataclass
@@ -47,17 +48,43 @@ class Samples:
 def network(parts: Parts, mesh) -> Callable:
     """(params by name, canvas, time, dropout keys or None, packing or None, fused) → scores, as `Transformer.__call__`
     has them. `mesh` is where the parameters live; fused scores are cut into chunks for one of its devices."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: parts.init_network(0)), nnx.Param)
+    module = _module(parts, mesh)
 
     def apply(params, canvas, time, dropout_keys=None, packing=None, fused=False):
         columns = (canvas.tokens if packing is None else packing.source).size
         chunks = num_chunks(columns // sharding.num_shards(mesh), parts.process.vocabulary.size) if fused else None
-        full = jax.tree.map(lambda x: x, state)
-        nnx.replace_by_pure_dict(full, sharding.gather(params, mesh))
         with jax.default_matmul_precision(parts.matmul_precision):
-            return nnx.merge(graphdef, full)(canvas, time, dropout_keys, packing, chunks)
+            return module(params)(canvas, time, dropout_keys, packing, chunks)
 
     return apply
+
+
+def for_sampling(parts: Parts, mesh, params) -> sampling.Network | sampling.Cached:
+    """The network, with what it has computed of a text's beginning kept where texts only grow at their end."""
+    if not parts.process.spec.append_only:
+        return functools.partial(network(parts, mesh), params)
+    module = _module(parts, mesh)
+
+    def call(method, *args):
+        with jax.default_matmul_precision(parts.matmul_precision):
+            return getattr(module(params), method)(*args)
+
+    return sampling.Cached(
+        prefill=functools.partial(call, "prefill"),
+        extend=functools.partial(call, "extend"),
+    )
+
+
+def _module(parts: Parts, mesh) -> Callable[[Any], Transformer]:
+    """Params by name → the network with them."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: parts.init_network(0)), nnx.Param)
+
+    def bind(params):
+        full = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(full, sharding.gather(params, mesh))
+        return nnx.merge(graphdef, full)
+
+    return bind
 
 
 def abstract_params(parts: Parts, mesh):
@@ -84,7 +111,6 @@ def make_sampler(parts: Parts, mesh, trace: bool = False) -> Callable[..., Sampl
     """
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
     rates = functools.partial(log_gap_rates, parts.process) if trace else None
-    apply = network(parts, mesh)
     rows = sharding.batch_sharding(mesh)
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows, rows), out_shardings=rows)
@@ -92,7 +118,7 @@ def make_sampler(parts: Parts, mesh, trace: bool = False) -> Callable[..., Sampl
         key = row_keys(seed, index)
         goes = x0.free if request is None else jnp.zeros_like(x0.free)
         prompt, _ = canvas_lib.drop_tokens(x0, goes, parts.process.vocabulary)
-        net = functools.partial(apply, params)
+        net = for_sampling(parts, mesh, params)
         state = sampling.generate(net, sampler, key, prompt, parts.filters, request, parts.corrector, rates)
         tokens, length = sampler.decode(state.canvas)
         group = None if state.request is None else state.request.group
@@ -101,15 +127,17 @@ def make_sampler(parts: Parts, mesh, trace: bool = False) -> Callable[..., Sampl
     return sample
 
 
-def log_gap_rates(process: Process, scores: Scores, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
+def log_gap_rates(
+    process: Process, scores: Scores | LastScores, canvas: Canvas, t: Float[Array, " B"]
+) -> Float[Array, "B S"]:
     """log of the rate at which each gap gets tokens; NaN where the family has no rate of each insertion."""
-    if not isinstance(process, likelihood.Bounded):
+    if isinstance(scores, LastScores) or not isinstance(process, likelihood.Bounded):
         return jnp.full(canvas.tokens.shape, jnp.nan)
     return process.log_rates(scores, canvas, t) + scores.lse()
 
 
-def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) -> Callable[..., jax.Array]:
-    """Jitted (params, examples, seed [B], index [B]) → draws [B, T] of the likelihood bound in nats.
+def make_nll(parts: Parts, process: likelihood.Likelihood, mesh, num_times: int) -> Callable[..., jax.Array]:
+    """Jitted (params, examples, seed [B], index [B]) → draws [B, T] of −log p, or of a bound on it, in nats.
 
     Row b depends on (seed[b], index[b]) and its own text alone, but for the rounding of sums.
     """
@@ -117,12 +145,12 @@ def make_bound(parts: Parts, process: likelihood.Bounded, mesh, num_times: int) 
     apply = network(parts, mesh)
 
     @functools.partial(jax.jit, in_shardings=(None, rows, rows, rows), out_shardings=rows)
-    def bound(params, x0: Example, seed, index):
+    def nll(params, x0: Example, seed, index):
         key, place = row_keys(seed, index), schedules.evenly_spread(seed, index)
         net = functools.partial(packed_values, functools.partial(apply, params, fused=True), sharding.num_shards(mesh))
-        return likelihood.bound_samples(process, net, key, place, x0, num_times).T
+        return process.nll_draws(net, key, place, x0, num_times).T
 
-    return bound
+    return nll
 
 
 def packed_values(network, num_shards: int, canvas: Canvas, time, value_of: likelihood.ValueOf) -> Float[Array, " B"]:
@@ -145,8 +173,8 @@ class Evaluator:
         self._parts, self._mesh, self._batch_size = parts, mesh, sharding.fill_up(batch_size, mesh)
         self._num_samples = num_samples or math.inf
         self._sample = make_sampler(parts, mesh)
-        self._process = parts.process if bound and isinstance(parts.process, likelihood.Bounded) else None
-        self._bound = make_bound(parts, self._process, mesh, num_times) if self._process else None
+        self._process = parts.process if bound and isinstance(parts.process, likelihood.Likelihood) else None
+        self._nll = make_nll(parts, self._process, mesh, num_times) if self._process else None
 
     def __call__(
         self, params, split: str, num_examples: int | None, seed: int
@@ -172,8 +200,8 @@ class Evaluator:
                 for b in real[index[real] < self._num_samples]:
                     samples.append(describe_sample(task, reference, drawn, scores, int(b), len(samples)))
                     generated.append(content_ids(drawn.tokens[b], drawn.length[b]))
-            if self._bound:
-                draws = multihost_utils.process_allgather(self._bound(params, *inputs), tiled=True)
+            if self._nll:
+                draws = multihost_utils.process_allgather(self._nll(params, *inputs), tiled=True)
                 n = np.asarray(reference.free).sum(-1)
                 bounds.append((draws[real], n[real], np.asarray(reference.num_bytes)[real]))
         averaged = [name for name, value in samples[0].items() if isinstance(value, int | float) and name != "index"]
@@ -182,10 +210,12 @@ class Evaluator:
         data = task.summarize(references, references[: len(generated)])
         if self._process:
             draws, n, num_bytes = map(np.concatenate, zip(*bounds, strict=True))
-            bound = likelihood.summarize(draws.T, n, num_bytes)
+            bound = likelihood.summarize(draws.T, n, num_bytes, self._process.EXACT)
             if not task.lossless and "nelbo_bits_per_byte" in bound:  # never to be compared with those of raw text
                 bound["nelbo_bits_per_byte_lossy"] = bound.pop("nelbo_bits_per_byte")
-            results |= bound | {"p_start_nonempty": float(np.mean(self._process.start_nonempty(jnp.asarray(n))))}
+            results |= bound
+            if isinstance(self._process, likelihood.Bounded):
+                results["p_start_nonempty"] = float(np.mean(self._process.start_nonempty(jnp.asarray(n))))
         return {f"data/{name}": value for name, value in data.items()} | {
             f"eval/{name}": value for name, value in results.items()
         }, samples
@@ -233,10 +263,12 @@ def notes(parts: Parts, split: str) -> list[str]:
 
 
 def likelihood_note(parts: Parts, split: str, num: int = 1000) -> str | None:
-    """One line if the family has no likelihood bound, or its schedule does not cover the first texts of a split (see
+    """One line if the family has no likelihood, or its schedule does not cover the first texts of a split (see
     coverage.py)."""
-    if not isinstance(parts.process, likelihood.Bounded):
+    if not isinstance(parts.process, likelihood.Likelihood):
         return f"{type(parts.process).__name__} has no likelihood bound: none is printed"
+    if not isinstance(parts.process, likelihood.Bounded):
+        return None
     source = parts.task.source(split)
     rows = [source[i] for i in range(min(num, len(source)))]
     return coverage.warning(parts.process, [int(row["length"] - row["frozen"].sum()) for row in rows])
@@ -272,24 +304,31 @@ def card(
 ) -> dict[str, Any]:
     """The content of eval.json: how the numbers were obtained, then the numbers."""
     gap, token = parts.filters.gap, parts.filters.token
-    options = parts.sampling
-    if parts.sampler != "event":
-        effort = f"{options.num_steps} steps"
-    elif options.events_per_call > 1:
-        effort = f"{options.events_per_call} events a call"
-    else:
-        effort = f"{options.calls} calls a token"
+    effort = [parts.sampler, *_describe_options(parts)]
     if parts.corrector.steps:
-        effort += f", {parts.corrector.steps} corrections from t = {parts.corrector.strength:g}"
+        effort.append(f"{parts.corrector.steps} corrections from t = {parts.corrector.strength:g}")
     return {
         "split": split,
         "n": num,
         "protocol": f"{parts.task.name}: {parts.task.protocol}; EMA weights, seed {seed}",
-        "sampler": f"{parts.sampler}, {effort}, gap {describe_filter(gap)}, token {describe_filter(token)}",
+        "sampler": f"{', '.join(effort)}, gap {describe_filter(gap)}, token {describe_filter(token)}",
         "checkpoint": checkpoint,
         "commit": commit(),
         **results,
     }
+
+
+def _describe_options(parts: Parts) -> list[str]:
+    """What the sampler was told."""
+    options, read = parts.sampling, parts.process.TRAITS.samplers[parts.sampler]
+    said = {
+        "num_steps": f"{options.num_steps} steps",
+        "calls": f"{options.calls} calls a token" if options.events_per_call == 1 else "",
+        "events_per_call": f"{options.events_per_call} events a call" if options.events_per_call > 1 else "",
+        "rate_scale": f"rate × {options.rate_scale:g}" if options.rate_scale != 1 else "",
+        "stop_threshold": f"stops above {options.stop_threshold:g}" if options.stop_threshold else "stops are drawn",
+    }
+    return [text for option, text in said.items() if option in read and text]
 
 
 def describe_filter(filter: sampling.Filter) -> str:

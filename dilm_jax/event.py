@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
-from dilm_jax.sampling import Filters, Insertions, Noise, begin, categorical, conditioned, draw_every_gap, move, undo
+from dilm_jax.sampling import Filters, Move, Noise, begin, categorical, conditioned, draw_every_gap, move, undo
 from dilm_jax.scores import Scores
 
 SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
@@ -121,7 +121,7 @@ class OrderStatistics:
         return move(
             state,
             k_place,
-            Insertions(insert=insert, tokens=tokens, saturated=jnp.zeros_like(fire)),
+            Move(insert=insert, tokens=tokens, saturated=jnp.zeros_like(fire)),
             self.max_length,
             finished=clock.fresh & (left == 0) & ~searching,
             clock=jnp.maximum(time, self.eps),
@@ -205,7 +205,7 @@ class Thinning:
         return move(
             state,
             k_place,
-            Insertions(insert=insert, tokens=tokens, saturated=too_many),
+            Move(insert=insert, tokens=tokens, saturated=too_many),
             self.max_length,
             finished=below & ~fire,
             clock=jnp.maximum(time, self.eps),
@@ -273,7 +273,7 @@ class ManyEvents:
         return move(
             state,
             k_place,
-            Insertions(insert=insert, tokens=tokens, saturated=jnp.zeros_like(state.done)),
+            Move(insert=insert, tokens=tokens, saturated=jnp.zeros_like(state.done)),
             self.max_length,
             finished=~due.any(-1),
             clock=jnp.maximum(time, self.eps),

@@ -1,4 +1,5 @@
-"""A bound on the negative log-likelihood of insertion processes (docs/MATH.md 5).
+"""The negative log-likelihood: what a family that has one offers, its figures, and the bound of insertion processes
+(docs/MATH.md 5).
 
 The sampler starts empty, so the model's law is that of its reverse chain from the empty canvas, and the bound needs no
 prior term: noise is drawn given that nothing is left at t = 1, and
@@ -10,7 +11,7 @@ insertions (gap, token) that make y: a training loss, which scores one of them, 
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,31 @@ def at_once(score: Callable[[Canvas, Float[Array, " B"]], Scores]) -> ScoredValu
 
 
 @runtime_checkable
+class Likelihood(Protocol):
+    """A process that can score a text."""
+
+    EXACT: ClassVar[bool]  # the draws are −log p itself, not an upper bound in expectation
+
+    def nll_draws(
+        self,
+        network: ScoredValues,
+        key: Key[Array, " B"],
+        place: Float[Array, " B"],
+        x0: Example,
+        num_times: int,
+    ) -> Float[Array, "T B"]:
+        """Nats of each text's free tokens, given the frozen ones and its family's convention of how texts end: their
+        mean is −log p, or at least that. T = num_times draws of noise, or one where there is no noise.
+
+        Row b depends on key b, place b in [0, 1) and its text alone; texts whose places are spread
+        (`schedules.evenly_spread`) together cover all times. `network` may be asked several times.
+        """
+        ...
+
+
+@runtime_checkable
 class Bounded(Protocol):
-    """A process whose likelihood this file bounds: what it must offer beside base.Process."""
+    """An insertion process whose likelihood this file bounds: what it must offer beside base.Process."""
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -106,17 +130,28 @@ def bound_samples(
     text alone; with places that are spread over [0, 1) (`schedules.evenly_spread`) a corpus covers all of u even where
     T = 1."""
 
+    return over_times(lambda key, u: bound_sample(process, network, key, x0, u), key, place, num_times)
+
+
+def over_times(
+    draw: Callable[[Key[Array, " B"], Float[Array, " B"]], Float[Array, " B"]],
+    key: Key[Array, " B"],
+    place: Float[Array, " B"],
+    num_times: int,
+) -> Float[Array, "T B"]:
+    """`draw(key, u)` at T = num_times equally spaced u in [0, 1), the first at place/T, each with keys of its own."""
+
     def at(cell):
         cell_key = jax.vmap(lambda k: jax.random.fold_in(k, cell))(key)
-        return bound_sample(process, network, cell_key, x0, jnp.minimum((cell + place) / num_times, LARGEST_U))
+        return draw(cell_key, jnp.minimum((cell + place) / num_times, LARGEST_U))
 
     return jax.lax.map(at, jnp.arange(num_times))
 
 
 def summarize(
-    draws: Float[np.ndarray, "T B"], n: Int[np.ndarray, " B"], num_bytes: Int[np.ndarray, " B"]
+    draws: Float[np.ndarray, "T B"], n: Int[np.ndarray, " B"], num_bytes: Int[np.ndarray, " B"], exact: bool = False
 ) -> dict[str, float]:
-    """Corpus figures from `bound_samples` of B texts with n free tokens each, in float64.
+    """Corpus figures from `nll_draws` of B texts with n free tokens each, in float64; `exact` ones have no error.
 
     nelbo_nats_per_token is their sum over all texts by the sum of n (texts without a token count with their nats), and
     nelbo_perplexity its exponential; nelbo_bits_per_byte is over the texts whose bytes are known (not −1).
@@ -128,7 +163,9 @@ def summarize(
     draws, tokens = draws.astype(np.float64), max(int(n.sum()), 1)
     T, nats = len(draws), draws.mean(0)
     per_token = nats.sum() / tokens
-    if T > 2:
+    if exact:
+        variance = third_moment = 0.0
+    elif T > 2:
         of_draws = draws - nats
         variance = (of_draws**2).sum() / (T * (T - 1))
         third_moment = (of_draws**3).sum() / (T * (T - 1) * (T - 2))

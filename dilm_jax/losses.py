@@ -191,6 +191,12 @@ def log_length_probs(logits: Float[Array, "*B K"], room: Int[Array, "*B"]) -> Fl
     return jax.nn.log_softmax(jnp.where(feasible, logits, NEG_INF), axis=-1)
 
 
+def log_gap_length_probs(scores: Scores | FusedScores, canvas: Canvas, max_length: int) -> Float[Array, "B S K"]:
+    """log p_i(l), l = 0..max_length, of a head for each gap: as many as still fit the text."""
+    room = canvas_lib.room(canvas, max_length)
+    return log_length_probs(jnp.asarray(scores.length_logits), jnp.broadcast_to(room[:, None], canvas.tokens.shape))
+
+
 def log_mean(log_p: Float[Array, "*B K"], log_value: Float[Array, "*#B K"]) -> Float[Array, "*B"]:
     """log E_{l~p}[exp(log_value(l))]; −inf (with zero gradient) where that mean is 0."""
     terms = log_p + log_value

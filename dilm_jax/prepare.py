@@ -30,7 +30,7 @@ from dilm_jax.data import sources, store, tokenizers
 from dilm_jax.data.sources import Row, Split
 from dilm_jax.data.store import Counts, Settings
 from dilm_jax.data.tokenizers import Tokenizer
-from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.processes.registry import PROCESSES, make_process
 from dilm_jax.schedules import LogLinear, concrete_total
 
 _SOURCE = flags.DEFINE_string(
@@ -362,9 +362,12 @@ def schedule_report(tokenizer: Tokenizer, counts: Counts) -> str:
 
 def propose_schedule(family: str, tokenizer: Tokenizer, counts: Counts) -> LogLinear | None:
     """A log-linear one, of the ratio that the paper's are near; None for a family without such a schedule."""
+    if "process.schedule" not in PROCESSES[family].TRAITS.reads:
+        return None
     values, number = _histogram(counts)
     defaults = config.default_config()
-    process = PROCESSES[family](
+    process = make_process(
+        family,
         vocabulary=tokenizer.vocabulary,
         max_length=int(values[-1]),
         schedule=LogLinear(sigma_min=1.0, sigma_max=100.0),
@@ -372,8 +375,6 @@ def propose_schedule(family: str, tokenizer: Tokenizer, counts: Counts) -> LogLi
         loss_config=config.loss_config(defaults),
         time_sampling=defaults.loss.time_sampling,
     )
-    if not hasattr(process, "start_nonempty"):
-        return None
     share = min(1.0, 1e6 / number.sum())  # a million rows say it as well
     sigma_min, sigma_max = coverage.propose(process, np.repeat(values, np.ceil(share * number).astype(int)).tolist())
     return LogLinear(sigma_min=sigma_min, sigma_max=sigma_max)

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.scipy.stats import binom
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas
-from dilm_jax.scores import Scores
+from dilm_jax.scores import LastScores, Scores
 
 NO_GROUP = -1
 UNBOUNDED = 2**20  # as at_most
@@ -71,7 +71,7 @@ class Request:
 
     def may_fire(self, room: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Gaps that may get the next token, if `room` more come: those that other gaps are owed must be among them."""
-        return self._of_gap((self.places > 0) & ((self.spare(room) > 0)[:, None] | (self.owed > 0))) & self.inside
+        return self.of_gap((self.places > 0) & ((self.spare(room) > 0)[:, None] | (self.owed > 0))) & self.inside
 
     def spare(self, room: Int[Array, " B"]) -> Int[Array, " B"]:
         """Tokens that no gap is owed, if `room` more come."""
@@ -80,9 +80,10 @@ class Request:
     @property
     def inside(self) -> Bool[Array, "B S"]:
         """Gaps of groups that are not full."""
-        return self._of_gap(self.places > 0) & (self.group != NO_GROUP)
+        return self.of_gap(self.places > 0) & (self.group != NO_GROUP)
 
-    def _of_gap(self, of_group: Array) -> Array:
+    def of_gap(self, of_group: Shaped[Array, "B G"]) -> Shaped[Array, "B S"]:
+        """[B, S] of each gap what is of its group; of no meaning where it has none."""
         return jnp.take_along_axis(of_group, jnp.maximum(self.group, 0), axis=-1)
 
 
@@ -123,7 +124,7 @@ def cap(
     kept = jnp.zeros_like(insert)
     for g, k in enumerate(keys):
         kept = kept | canvas_lib.choose(k, insert & (request.group == g), places[:, g])
-    owed = request._of_gap(request.owed > 0)
+    owed = request.of_gap(request.owed > 0)
     return (kept & owed) | canvas_lib.choose(k_spare, kept & ~owed, jnp.maximum(request.spare(room), 0))
 
 
@@ -132,7 +133,7 @@ def after(request: Request, canvas: Canvas, insert: Bool[Array, "B S"]) -> Reque
     return dataclasses.replace(
         request,
         group=canvas_lib.carry_over(canvas, insert, request.group, request.group, NO_GROUP),
-        inserted=request.inserted + _by_group(request, insert),
+        inserted=request.inserted + by_group(request, insert),
     )
 
 
@@ -141,11 +142,11 @@ def without(request: Request, canvas: Canvas, dropped: Bool[Array, "B S"]) -> Re
     return dataclasses.replace(
         request,
         group=canvas_lib.close_up(canvas, dropped, request.group, NO_GROUP),
-        inserted=request.inserted - _by_group(request, dropped),
+        inserted=request.inserted - by_group(request, dropped),
     )
 
 
-def _by_group(request: Request, columns: Bool[Array, "B S"]) -> Int[Array, "B G"]:
+def by_group(request: Request, columns: Bool[Array, "B S"]) -> Int[Array, "B G"]:
     """How many of the columns are of each group."""
     G = request.inserted.shape[-1]
     counted = columns & (request.group != NO_GROUP)
@@ -154,22 +155,24 @@ def _by_group(request: Request, columns: Bool[Array, "B S"]) -> Int[Array, "B G"
 
 
 def condition(
-    key: Key[Array, " B"], scores: Scores, canvas: Canvas, request: Request, max_length: int
-) -> tuple[Scores, Canvas, Request]:
-    """Scores whose length posterior is that of the request, without forbidden tokens, the canvas whose open gaps are
-    those that may fire, and the request, with numbers drawn that one posterior a gap needs drawn once."""
+    key: Key[Array, " B"], scores: Scores | LastScores, canvas: Canvas, request: Request, max_length: int
+) -> tuple[Scores | LastScores, Canvas, Request]:
+    """Scores whose length posterior (where there is one) is that of the request, without forbidden tokens, the canvas
+    whose open gaps are those that may fire, and the request, with numbers drawn that one posterior a gap needs drawn
+    once."""
     room = canvas_lib.room(canvas, max_length)
-    scores = dataclasses.replace(scores, logits=jnp.where(request.forbidden[:, None], -jnp.inf, scores.dense()))
-    logits = jnp.asarray(scores.length_logits)
-    if logits.ndim == 2:
-        logits = _of_row(logits, scores.lse(), canvas, request, room)
-    else:
-        request = jax.lax.cond(
-            _pending(request).any(), lambda: _draw_numbers(key, logits, request, room), lambda: request
-        )
-        logits = _of_gaps(logits, canvas, request)
-    narrowed = dataclasses.replace(canvas, open_gap=canvas.open_gap & request.may_fire(room))
-    return dataclasses.replace(scores, length_logits=logits), narrowed, request
+    scores = scores.without(request.forbidden)
+    if isinstance(scores, Scores) and scores.length_logits is not None:
+        logits = scores.length_logits
+        if logits.ndim == 2:
+            logits = _of_row(logits, scores.lse(), canvas, request, room)
+        else:
+            request = jax.lax.cond(
+                _pending(request).any(), lambda: _draw_numbers(key, logits, request, room), lambda: request
+            )
+            logits = _of_gaps(logits, canvas, request)
+        scores = dataclasses.replace(scores, length_logits=logits)
+    return scores, dataclasses.replace(canvas, open_gap=canvas.open_gap & request.may_fire(room)), request
 
 
 def _of_row(logits, score_lse, canvas: Canvas, request: Request, room: Int[Array, " B"]) -> Float[Array, "B K"]:
@@ -236,9 +239,9 @@ def _of_gaps(logits, canvas: Canvas, request: Request) -> Float[Array, "B S K"]:
     mean = jnp.where(inside, jnp.maximum(mean, 1e-30), 0.0)
     row, G = jnp.arange(mean.shape[0])[:, None], request.inserted.shape[-1]
     total = jnp.zeros((mean.shape[0], G)).at[row, jnp.where(inside, request.group, G)].add(mean, mode="drop")
-    share = jnp.where(inside, mean / jnp.where(inside, request._of_gap(total), 1.0), 0.0)
-    given = binom.logpmf(number, request._of_gap(request.places)[..., None], share[..., None])
-    return jnp.where((request._of_gap(request.drawn) & inside)[..., None], given, logits)
+    share = jnp.where(inside, mean / jnp.where(inside, request.of_gap(total), 1.0), 0.0)
+    given = binom.logpmf(number, request.of_gap(request.places)[..., None], share[..., None])
+    return jnp.where((request.of_gap(request.drawn) & inside)[..., None], given, logits)
 
 
 def _pending(request: Request) -> Bool[Array, "B G"]:

@@ -18,6 +18,10 @@ from dilm_jax.data import loader
 from dilm_jax.data.task import make_example, make_infill
 
 NUMBERS = {"answer", "gaps", "length", "max_length"}
+_FILLS = {
+    "known": "{} fills only gaps of a known number of tokens, [GAP:3-3], and the end",
+    "end": "{} only continues a text: give a prompt, or one gap at the end",
+}
 ASKS = NUMBERS | {"forbid", "require"}  # keys of a row that ask for more than to complete its prompt
 
 
@@ -142,16 +146,24 @@ class Run:
         ordinary = np.flatnonzero(self.parts.process.vocabulary.ordinary)
         if not set(ordinary) - set(row.get("forbid", ())):
             raise ValueError(f"forbid leaves none of the {len(ordinary)} tokens: leave one at least")
-        if NUMBERS & row.keys() and self.config.loss.length != "cross_entropy":
+        of_posterior = config_lib.has_effect(self.config, "loss.length")
+        if NUMBERS & row.keys() and of_posterior and self.config.loss.length != "cross_entropy":
             raise ValueError(
                 "numbers of tokens are drawn from the length posterior, but loss.length fits its mean only"
             )
         free = answer and not self.config.data.infill_fraction
-        if free and self.parts.sampler not in self.parts.process.FROM_CONTEXT:
+        traits = self.parts.process.TRAITS
+        if free and self.parts.sampler not in traits.from_context:
             raise ValueError(
                 f"sampler {self.parts.sampler!r} cannot fill gaps in an answer; use --sampler="
-                f"{' or '.join(self.parts.process.FROM_CONTEXT)}, or train with data.infill_fraction"
+                f"{' or '.join(traits.from_context)}, or train with data.infill_fraction"
             )
+        for at, low, high in gaps:
+            if at < len(answer) and (traits.fills == "end" or (traits.fills == "known" and low != high)):
+                raise ValueError(
+                    f"the gap after {at} of {len(answer)} tokens takes {low} to {'any' if high is None else high}, but "
+                    f"{_FILLS[traits.fills].format(type(self.parts.process).__name__)}"
+                )
         least = sum(low for _, low, _ in gaps)
         most = sum(longest if high is None else high for *_, high in gaps)
         reach = min(num + most, longest)
@@ -188,7 +200,7 @@ class Run:
         answer = ids[num_prompt:]
         spans = [answer]
         if drawn.group is not None:  # a group's first gap is that of a token which was there
-            of_token = drawn.group[b, canvas.NUM_SPECIAL_COLUMNS - 1 :]
+            of_token = drawn.group[b, canvas.NUM_SPECIAL_COLUMNS - 1 :][: len(ids) + 1]
             tokens = [0, *ids]
             spans = [[tokens[i] for i in np.flatnonzero(of_token == g)[1:]] for g in range(len(row["columns"]))]
         return {
@@ -242,7 +254,7 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
     config_lib.validate_values(config)
     for name, value in overrides.items():
         if not config_lib.has_effect(config, f"sampling.{name}"):
-            needed = config_lib.what_is_needed(f"sampling.{name}")
+            needed = config_lib.what_is_needed(config, f"sampling.{name}")
             raise ValueError(f"{name} = {value} has no effect {needed}; leave it out")
     parts = config_lib.build(config, directory)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))

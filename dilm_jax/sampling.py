@@ -19,12 +19,12 @@ from dilm_jax import canvas as canvas_lib
 from dilm_jax import request as request_lib
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.request import Request
-from dilm_jax.scores import Scores
+from dilm_jax.scores import LastScores, Scores
 
 FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
 Network = Callable[[Canvas, Float[Array, " B"]], Scores]
 # (scores, canvas, t) → log of the rate at which each gap gets tokens, a unit of noising time
-LogGapRates = Callable[[Scores, Canvas, Float[Array, " B"]], Float[Array, "B S"]]
+LogGapRates = Callable[[Any, Canvas, Float[Array, " B"]], Float[Array, "B S"]]
 
 
 # --- Filters ---------------------------------------------------------------------------------------------------------
@@ -87,16 +87,32 @@ class Filters:
     token: Filter = Filter()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached:
+    """A network for samplers that only append, which computes new columns alone. The loop owns what it keeps.
+
+    Attributes:
+      prefill: (canvas, clock) → keys and values of its columns.
+      extend: (canvas, clock, those) → scores of the last gap, and those with the last column's.
+    """
+
+    prefill: Callable[[Canvas, Float[Array, " B"]], Any]
+    extend: Callable[[Canvas, Float[Array, " B"], Any], tuple[LastScores, Any]]
+
+
 # --- Drawing insertions ----------------------------------------------------------------------------------------------
 
 
 @struct.dataclass
-class Insertions:
-    """One reverse move: `tokens[:, i]` goes into gap i where `insert[:, i]`."""
+class Move:
+    """One reverse move: `tokens[:, i]` goes into gap i where `insert[:, i]`. Where a canvas has masks, those of the
+    columns `reveal` first become `revealed`, in place."""
 
     insert: Bool[Array, "B S"]
     tokens: Int[Array, "B S"]
     saturated: Bool[Array, " B"]  # more insertions were due than this move can make
+    reveal: Bool[Array, "B S"] | None = None
+    revealed: Int[Array, "B S"] | None = None
 
 
 def draw_one_gap(
@@ -118,8 +134,7 @@ def draw_insertion(
     """One insertion a row: an open gap by its logit, then the token from the gap's softmax."""
     k_gap, k_token = canvas_lib.split_keys(key, 2)
     gap = categorical(k_gap, filters.gap(jnp.where(canvas.open_gap, gap_logits, -jnp.inf)))
-    token_logits = jnp.take_along_axis(scores.dense(), gap[:, None, None], axis=1)[:, 0]
-    token = categorical(k_token, filters.token(token_logits))
+    token = categorical(k_token, filters.token(scores.of_gap(gap)))
     insert = (jnp.arange(canvas.num_columns) == gap[:, None]) & (fire & canvas.open_gap.any(-1))[:, None]
     return insert, jnp.broadcast_to(token[:, None], insert.shape)
 
@@ -179,6 +194,7 @@ class State:
     truncated: Bool[Array, " B"]  # an insertion was left out because the canvas was full
     rounds: Int[Array, " B"]  # of the corrector, still to go
     born: Int[Array, "B S"]  # of each column, the row's call that its token came at, from 1; 0: there from the start
+    scored: Int[Array, "B S"]  # the column of the canvas before the last move whose scores each token came from
     done: Bool[Array, " B"]
     carry: Any  # the sampler's own pytree
     request: Request | None  # what is asked for beside the law
@@ -191,8 +207,8 @@ class Sampler(Protocol):
 
     def start(self, key: Key[Array, " B"], canvas: Canvas, request: Request | None = None) -> State: ...
 
-    def advance(self, scores: Scores, state: State, filters: Filters) -> State:
-        """One reverse move of every unfinished row."""
+    def advance(self, scores: Any, state: State, filters: Filters) -> State:
+        """One reverse move of every unfinished row, by `Scores`; `LastScores` where the network is cached."""
         ...
 
     def decode(self, canvas: Canvas) -> tuple[Int[Array, "B L"], Int[Array, " B"]]:
@@ -229,7 +245,7 @@ class Corrector:
 
 
 def generate(
-    network: Network,
+    network: Network | Cached,
     sampler: Sampler,
     key: Key[Array, " B"],
     canvas: Canvas,
@@ -246,21 +262,26 @@ def generate(
     if corrector.steps and not isinstance(sampler, Revisable):
         raise ValueError(f"{type(sampler).__name__} cannot go back: leave sampling.corrector_steps at 0")
 
-    def advance(state):
+    def advance(state_and_kept):
+        state, kept = state_and_kept
         if corrector.steps and isinstance(sampler, Revisable):
             state = _revise(sampler, state, corrector.strength)
-        scores = network(state.canvas, state.clock)
+        if isinstance(network, Cached):
+            scores, kept = network.extend(state.canvas, state.clock, kept)
+        else:
+            scores = network(state.canvas, state.clock)
         after = sampler.advance(scores, state, filters)
-        if log_gap_rates is None:
-            return after
-        return dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
+        if log_gap_rates is not None:
+            after = dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
+        return after, kept
 
     state = sampler.start(key, canvas, request)
     state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, corrector.steps))
     if log_gap_rates is not None:
         nothing = jnp.zeros(canvas.tokens.shape, jnp.float32)
         state = dataclasses.replace(state, trace=Trace(nothing, nothing, nothing))
-    return jax.lax.while_loop(lambda state: ~(state.done & (state.rounds == 0)).all(), advance, state)
+    kept = network.prefill(state.canvas, state.clock) if isinstance(network, Cached) else None
+    return jax.lax.while_loop(lambda s: ~(s[0].done & (s[0].rounds == 0)).all(), advance, (state, kept))[0]
 
 
 def _revise(sampler: Revisable, state: State, strength: float) -> State:
@@ -278,11 +299,10 @@ def _revise(sampler: Revisable, state: State, strength: float) -> State:
     return jax.lax.cond(goes_back.any(), go_back, lambda: state)
 
 
-def record(scores: Scores, log_gap_rates: LogGapRates, before: State, after: State) -> Trace:
-    """The trace of `after`, which one move has made of `before` by insertions into its gaps."""
-    new = after.born > before.nfe[:, None]
-    column = jnp.cumsum(~new, axis=-1) - 1  # of `before`: where an old token was, the gap of a new one
-    log_prob = scores.at(column, after.canvas.tokens) - jnp.take_along_axis(scores.lse(), column, axis=-1)
+def record(scores: Scores | LastScores, log_gap_rates: LogGapRates, before: State, after: State) -> Trace:
+    """The trace of `after`, which one move has made of `before`."""
+    new, column = after.born > before.nfe[:, None], after.scored
+    log_prob = scores.log_prob(column, after.canvas.tokens)
     log_rate = log_gap_rates(scores, before.canvas, before.clock)
 
     def put(at_new, old):
@@ -296,8 +316,15 @@ def record(scores: Scores, log_gap_rates: LogGapRates, before: State, after: Sta
     )
 
 
-def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_length: int, carry: Any) -> State:
-    """Every row at t = 1; done where no insertion can be due."""
+def begin(
+    key: Key[Array, " B"],
+    canvas: Canvas,
+    request: Request | None,
+    max_length: int,
+    carry: Any,
+    mask: int | None = None,
+) -> State:
+    """Every row at t = 1; done where no insertion can be due, and no token is the `mask` of families that have one."""
     B = canvas.length.shape[0]
     zeros = jnp.zeros(B, jnp.int32)
     return State(
@@ -309,13 +336,14 @@ def begin(key: Key[Array, " B"], canvas: Canvas, request: Request | None, max_le
         truncated=jnp.zeros(B, bool),
         rounds=zeros,
         born=jnp.zeros(canvas.tokens.shape, jnp.int32),
-        done=_nothing_due(canvas, request, max_length),
+        scored=jnp.zeros(canvas.tokens.shape, jnp.int32),
+        done=_nothing_due(canvas, request, max_length) & ~_any_masked(canvas, mask),
         carry=carry,
         request=request,
     )
 
 
-def conditioned(scores: Scores, state: State, max_length: int) -> tuple[Scores, Canvas, State]:
+def conditioned(scores, state: State, max_length: int) -> tuple[Any, Canvas, State]:
     """Scores and canvas as the request wants them, and the state with the request's numbers drawn."""
     if state.request is None:
         return scores, state.canvas, state
@@ -327,30 +355,39 @@ def conditioned(scores: Scores, state: State, max_length: int) -> tuple[Scores, 
 def move(
     state: State,
     key: Key[Array, " B"],
-    drawn: Insertions,
+    drawn: Move,
     max_length: int,
     *,
     finished: Bool[Array, " B"],
     clock: Float[Array, " B"],
     next_key: Key[Array, " B"],
     carry: Any,
+    mask: int | None = None,
 ) -> State:
-    """Makes the insertions of the unfinished rows (`key` says which, where they do not all fit) and counts the call.
+    """Makes the move of the unfinished rows (`key` says which insertions, where they do not all fit) and counts the
+    call.
 
     A row is then done if the sampler has `finished` it and nothing that was asked for is owed, if its text is as long
-    as the family allows, if nothing may be inserted, or if an insertion was left out.
+    as the family allows, if nothing may be inserted, or if an insertion was left out; not while a token is the `mask`.
     """
     active = ~state.done
+    nfe = state.nfe + active
     insert = drawn.insert & active[:, None]
-    request = state.request
+    request, before, born = state.request, state.canvas, state.born
+    if drawn.reveal is not None:
+        reveal = drawn.reveal & active[:, None]
+        revealed: Any = drawn.revealed
+        before = dataclasses.replace(before, tokens=jnp.where(reveal, revealed, before.tokens))
+        born = jnp.where(reveal, nfe[:, None], born)
     if request is not None:
         room = canvas_lib.room(state.canvas, max_length)
         insert = request_lib.cap(_child(state.key, FOR_PLACES), request, insert, room)
         finished = finished & (request.least == 0)
-    canvas, insert, truncated = canvas_lib.insert_tokens(key, state.canvas, insert, drawn.tokens)
-    nfe = state.nfe + active
+    canvas, insert, truncated = canvas_lib.insert_tokens(key, before, insert, drawn.tokens)
     if request is not None:
-        request = request_lib.after(request, state.canvas, insert)
+        request = request_lib.after(request, before, insert)
+    column = jnp.broadcast_to(jnp.arange(canvas.num_columns), insert.shape)
+    ends = finished | truncated | _nothing_due(canvas, request, max_length)
     return State(
         canvas=canvas,
         clock=clock,
@@ -359,8 +396,9 @@ def move(
         saturated=state.saturated + (drawn.saturated & active),
         truncated=state.truncated | truncated,
         rounds=state.rounds,
-        born=canvas_lib.carry_over(state.canvas, insert, state.born, nfe[:, None], 0),
-        done=state.done | finished | truncated | _nothing_due(canvas, request, max_length),
+        born=canvas_lib.carry_over(before, insert, born, nfe[:, None], 0),
+        scored=canvas_lib.carry_over(before, insert, column, column, 0),
+        done=state.done | (ends & ~_any_masked(canvas, mask)),
         carry=carry,
         request=request,
     )
@@ -389,6 +427,7 @@ def undo(
         canvas=canvas,
         clock=jnp.maximum(t, eps),
         born=left(state.born),
+        scored=left(state.scored),
         trace=jax.tree.map(left, state.trace),
         done=_nothing_due(canvas, request, max_length),
         carry=carry,
@@ -408,6 +447,11 @@ def _nothing_due(canvas: Canvas, request: Request | None, max_length: int) -> Bo
     return (room <= 0) | ~may_fire.any(-1)
 
 
+def _any_masked(canvas: Canvas, mask: int | None) -> Bool[Array, " B"]:
+    """Rows that hold the mask."""
+    return jnp.zeros(canvas.length.shape, bool) if mask is None else (canvas.tokens == mask).any(-1)
+
+
 # --- Grid samplers ---------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +466,7 @@ class SamplingOptions:
       events_per_call: insertions of "event" from one network call, into as many gaps; above 1 `calls` is not read.
       rate_scale: multiplies the insertion rate of "euler". 1 is right; ln(σmax/σmin) reproduces samples of code
         whose rate is not the derivative of its total noise.
+      stop_threshold: of "one_by_one": a text ends where its stop probability is above; 0 draws whether it ends.
 
     Raises ValueError for a value out of range.
     """
@@ -430,8 +475,11 @@ class SamplingOptions:
     rate_scale: float = 1.0
     calls: int = 2
     events_per_call: int = 1
+    stop_threshold: float = 0.9
 
     def __post_init__(self):
+        if not 0 <= self.stop_threshold < 1:
+            raise ValueError(f"sampling.stop_threshold must be in [0, 1), got {self.stop_threshold}")
         if self.events_per_call < 1:
             raise ValueError(f"sampling.events_per_call must be at least 1, got {self.events_per_call}")
         if self.calls not in (1, 2):
@@ -454,7 +502,7 @@ class DrawStep(Protocol):
         t: Float[Array, " B"],
         s: Float[Array, " B"],
         filters: Filters,
-    ) -> Insertions: ...
+    ) -> Move: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -468,13 +516,13 @@ class Grid:
     max_length: int  # content tokens; the canvas may have fewer columns, or more
     draw: DrawStep
     repeat_last: bool
-    noise: Noise
+    mask: int | None = None  # the token that stands for one not yet revealed, in families that have it
 
     decode = staticmethod(canvas_lib.content)
 
     def start(self, key, canvas, request=None):
         first = jnp.zeros(canvas.length.shape, jnp.int32)  # index of the step
-        return begin(key, canvas, request, self.max_length, carry=first)
+        return begin(key, canvas, request, self.max_length, carry=first, mask=self.mask)
 
     def advance(self, scores, state, filters):
         step = state.carry
@@ -493,7 +541,19 @@ class Grid:
             clock=jnp.maximum(self._time(next_step), self.eps),
             next_key=k_next,
             carry=next_step,
+            mask=self.mask,
         )
+
+    def _time(self, step):
+        # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.
+        return (self.num_steps - step).astype(jnp.float32) / self.num_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RevisableGrid(Grid):
+    """A grid that can go back."""
+
+    noise: Noise
 
     def go_back(self, key, state, t):
         """To the last time of the grid that is not above t."""
@@ -502,7 +562,3 @@ class Grid:
             raise ValueError(f"sampling.corrector_strength {t} is less than one of {self.num_steps} steps")
         carry = jnp.full_like(state.carry, step)
         return undo(key, state, self.noise, self._time(carry), self.eps, self.max_length, carry)
-
-    def _time(self, step):
-        # Not 1 − step/N: compiled to a fused multiply-add by 1/N, that ends just below 0 for some N.
-        return (self.num_steps - step).astype(jnp.float32) / self.num_steps

@@ -103,6 +103,47 @@ class Geometric:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"log_linear": LogLinear, "constant": Constant, "geometric": Geometric}
 
 
+@runtime_checkable
+class Masking(Protocol):
+    """How the share of tokens that noise masks, 1 − α_t, grows from 0 to 1, and the rate at which masks are revealed
+    in reverse: the share's derivative over the share, −α'_t/(1 − α_t)."""
+
+    def masked(self, t: Float[Array, "*B"]) -> Float[Array, "*B"]: ...
+
+    def reveal_rate(self, t: Float[Array, "*B"]) -> Float[Array, "*B"]: ...
+
+    def inverse(self, masked: Float[Array, "*B"]) -> Float[Array, "*B"]: ...
+
+
+class LinearMasking:
+    """1 − α_t = t: "log-linear" in the total noise −log α_t."""
+
+    def masked(self, t):
+        return t
+
+    def reveal_rate(self, t):
+        return 1 / t
+
+    def inverse(self, masked):
+        return masked
+
+
+class CosineMasking:
+    """1 − α_t = cos(π(1 − t)/2)."""
+
+    def masked(self, t):
+        return jnp.sin(math.pi / 2 * t)
+
+    def reveal_rate(self, t):
+        return math.pi / 2 / jnp.tan(math.pi / 2 * t)
+
+    def inverse(self, masked):
+        return 2 / math.pi * jnp.arcsin(masked)
+
+
+MASKING: dict[str, Masking] = {"log_linear": LinearMasking(), "cosine": CosineMasking()}
+
+
 def _check_range(schedule) -> None:
     if not 0 < schedule.sigma_min < schedule.sigma_max:
         raise ValueError(

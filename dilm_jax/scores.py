@@ -1,4 +1,4 @@
-"""Scores of insertions, and the two ways to hold them: all of them, for samplers; or what they are made of, for losses.
+"""Scores of insertions, and the ways to hold them: all of them, for samplers; or what they are made of, for losses.
 
 The scores of a canvas are logits [S, V], a row for each gap: at training sizes far more numbers than all activations.
 `FusedScores` answers the same questions without holding them: log-sums in chunks of columns, which the backward pass
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax.packing import Packing
 
@@ -49,6 +49,35 @@ class Scores:
     def dense(self) -> Float[Array, "B S V"]:
         """All of them, for samplers, dense targets and tests."""
         return self.logits
+
+    def of_gap(self, gap: Int[Array, " B"]) -> Float[Array, "B V"]:
+        """All scores of one gap a canvas, for samplers."""
+        return jnp.take_along_axis(self.logits, gap[:, None, None], axis=1)[:, 0]
+
+    def log_prob(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
+        """log softmax of the gap's scores, at the token."""
+        return self.at(gap, token) - jnp.take_along_axis(self.lse(), gap, axis=-1)
+
+    def without(self, forbidden: Bool[Array, "B V"]) -> "Scores":
+        """−inf at these tokens."""
+        return dataclasses.replace(self, logits=jnp.where(forbidden[:, None], -jnp.inf, self.logits))
+
+
+@struct.dataclass
+class LastScores:
+    """Those of each canvas's last gap alone, which is all that samplers that append ask for: a cached network computes
+    no others. Whatever gap is named, it is that one."""
+
+    logits: Float[Array, "B V"]
+
+    def of_gap(self, gap: Int[Array, " B"]) -> Float[Array, "B V"]:
+        return self.logits
+
+    def log_prob(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
+        return jnp.take_along_axis(jax.nn.log_softmax(self.logits, axis=-1), token, axis=-1)
+
+    def without(self, forbidden: Bool[Array, "B V"]) -> "LastScores":
+        return dataclasses.replace(self, logits=jnp.where(forbidden, -jnp.inf, self.logits))
 
 
 @dataclasses.dataclass(frozen=True)

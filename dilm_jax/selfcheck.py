@@ -6,8 +6,12 @@ states itself: `kept_probs`, that noise keeps m of n tokens, which ones uniform,
 which a missing token comes back. That both belong to one Markov chain is checked first; that `corrupt` draws from it,
 that the loss has its optimum there, that the bound is the entropy of the data and that samplers return the data, then
 follow by Bayes' rule alone.
+
+Of a process that does not state these, whose noise is of another kind, less is known: a network that is a table is
+fitted to its loss, and must then have the entropy of the data as its −log p, and return the data from every sampler.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -26,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import scipy.sparse.linalg
 import scipy.special
 import scipy.stats
@@ -37,7 +42,7 @@ from dilm_jax import alignment, cli, config, likelihood, sampling, schedules, sp
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas
 from dilm_jax.losses import LossConfig
-from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.processes.registry import PROCESSES, make_process
 from dilm_jax.sampling import Filters, SamplingOptions
 from dilm_jax.schedules import LogLinear
 from dilm_jax.scores import Scores
@@ -64,6 +69,8 @@ NUM_GRID = 300  # steps of a Kolmogorov equation
 NUM_NODES = 100  # times of the bound; a whole number of them is for [0, eps]
 NUM_DRAWS, NUM_STEPS, GRID_ALLOWANCE = 1500, 24, 0.03  # rows of a sampler, its grid, the total variation that may cost
 NUM_FLAT = 40_000  # draws from equal scores
+NUM_KNOTS, FIT_STEPS, FIT_BATCH, FIT_RATE = 8, 800, 256, 0.2  # a table's times; how it is fitted
+FITTED_ALLOWANCE = 0.03  # of the total variation, for what is left of fitting, and for the grid
 P_VALUE = 1e-4  # at fixed keys
 QUICK_COMPILES = (  # each program runs once or twice; a flag that XLA does not know would end the process
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -284,12 +291,15 @@ class Checked:
     def __init__(self, family: str):
         self.family = family
         self.make = functools.partial(
-            PROCESSES[family],
+            make_process,
+            family,
             vocabulary=VOCABULARY,
             max_length=L,
             schedule=SCHEDULE,
             eps=EPS,
             time_sampling="uniform",
+            masking="log_linear",
+            time_conditioning=False,
         )
         self.process: Any = self.make(loss_config=ELBO)
         self.bounded = isinstance(self.process, likelihood.Bounded)
@@ -306,6 +316,7 @@ class Checked:
     def checks(self) -> Iterator[Check]:
         yield "losses and their gradients are finite, from nothing dropped to everything", self.not_finite, 0
         if not self.bounded:
+            yield from self.fitted_checks()
             return
         yield "noise: P(m of n left) solves the Kolmogorov equation of its rates", self.kolmogorov_error, 1e-3
         yield "noise: the rate of a deletion does not depend on the clean text (Markov)", self.markov_error, 1e-3
@@ -503,7 +514,7 @@ class Checked:
         def loss(table):
             return sum(
                 jnp.where(jnp.isfinite(value), 0.0, jnp.inf).sum() + value.sum()
-                for value in self.process.loss(_scores(table, slice(None)), canvas, targets).values()
+                for value in self.process.loss(self.scores_of(table), canvas, targets).values()
             )
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(table)
@@ -513,7 +524,16 @@ class Checked:
         """Scores of a network that is a table."""
         rng = np.random.default_rng(seed)
         length = {"cls": (num, K), "gap": (num, S, K), None: (num, 0)}[self.process.spec.length_head]
-        return {"logits": _normal(rng, (num, S, V)), "length": _normal(rng, length)}
+        return {"logits": _normal(rng, (num, S, V)), "length": _normal(rng, length), "stop": _normal(rng, (num,))}
+
+    def scores_of(self, table: dict) -> Scores:
+        """Of a table's entries, a row each."""
+        spec = self.process.spec
+        return Scores(
+            logits=jnp.where(np.array(spec.predictable), jnp.asarray(table["logits"]), -jnp.inf),
+            length_logits=jnp.asarray(table["length"]) if spec.length_head else None,
+            stop_logits=jnp.asarray(table["stop"]) if spec.stop_head else None,
+        )
 
     @functools.cached_property
     def expected_gradient(self):
@@ -530,7 +550,7 @@ class Checked:
             process = self.make(loss_config=dataclasses.replace(ELBO, **changed))
 
             def expectation(table):
-                loss = process.loss(_scores(table, entry), canvas, targets)["loss"]
+                loss = process.loss(self.scores_of(jax.tree.map(lambda x: x[entry], table)), canvas, targets)["loss"]
                 return jnp.asarray(np.concatenate(probs), jnp.float32) @ loss
 
             return jax.jit(jax.grad(expectation))
@@ -542,7 +562,8 @@ class Checked:
         N = len(world.states)
         scores = self.posterior(world, np.tile(np.arange(N), len(times)), np.repeat(np.asarray(times, np.float32), N))
         letter = np.arange(V) >= NUM_SPECIAL
-        return {"logits": np.where(letter, scores.logits, 0.0), "length": np.asarray(scores.length_logits)}
+        length = np.asarray(scores.length_logits)
+        return {"logits": np.where(letter, scores.logits, 0.0), "length": length, "stop": np.zeros(len(length))}
 
     def slope_at_truth(self, changed):
         """Largest entry of the gradient, over that of a random table's."""
@@ -557,7 +578,99 @@ class Checked:
         of, times = self.expected_gradient
         table = self.random_table(len(times) * len(small_world().states), 2)
         sampled, marginal = of()(table), of(alignment="marginal")(table)
-        return max(float(jnp.abs(sampled[k] - marginal[k]).max() / jnp.abs(sampled[k]).max()) for k in sampled)
+        of_leaf = ((sampled[leaf], marginal[leaf]) for leaf in ("logits", "length"))
+        return max(float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in of_leaf)
+
+    # --- A table fitted to the loss
+
+    def fitted_checks(self) -> Iterator[Check]:
+        samplers = self.process.TRAITS.samplers
+        if isinstance(self.process, likelihood.Likelihood):
+            yield "a table fitted to the loss: its −log p − entropy of the data, nats", self.fitted_excess, 0.03
+        for name in samplers:
+            excess = functools.partial(self.fitted_variation, name)
+            yield f"that table, sampler {name}: total variation to the data, beyond sampling error", excess, 0
+
+    @functools.cached_property
+    def fitted(self):
+        """The table [times, contents, …] that Adam makes of the loss, and (canvas, t) → its scores.
+
+        Contents, or of a causal network what it has seen of them, are read as a number. A network that is told the time
+        has an entry for each of some times, and is linear in log t in between: rates of what is rare are powers of t.
+        """
+        knots = NUM_KNOTS if self.process.spec.uses_time else 1
+        num = V**L
+        start = jax.tree.map(lambda x: jnp.zeros((knots, num, *x.shape[1:])), self.random_table(1, 0))
+
+        def score(table, canvas: Canvas, t) -> Scores:
+            seen = jnp.cumsum(canvas_lib.content(canvas)[0] * V ** np.arange(L), axis=-1)
+            at_column = jnp.pad(seen, ((0, 0), (S - L, 0))) if self.process.spec.causal else seen[:, -1:]
+            place = (1 - jnp.log(jnp.maximum(t, EPS)) / math.log(EPS)) * (knots - 1)
+            low = jnp.minimum(jnp.floor(place).astype(jnp.int32), max(knots - 2, 0))
+
+            def at(x, *entry):
+                share = (place - low).reshape(-1, *[1] * (x.ndim - 2))
+                below, above = (x[(knot.reshape(-1, *[1] * (entry[0].ndim - 1)), *entry)] for knot in (low, low + 1))
+                return (1 - share) * below + share * above  # past the last knot it is that one
+
+            logits = at(table["logits"], at_column, jnp.arange(S))
+            return self.scores_of(
+                {"logits": logits, **{name: at(table[name], seen[:, -1]) for name in ("length", "stop")}}
+            )
+
+        law = jnp.log(jnp.asarray(_fitted_law()))
+        texts = worlds.to_example(_fitted_texts(), L)
+        optimizer = optax.adam(optax.cosine_decay_schedule(FIT_RATE, FIT_STEPS))
+
+        def step(carry, key):
+            table, moments = carry
+            k_text, k_time, k_noise = jax.random.split(key, 3)
+            which = jax.random.categorical(k_text, law, shape=(FIT_BATCH,))
+            u = schedules.stratified(jax.random.split(k_time, FIT_BATCH), jnp.arange(FIT_BATCH), FIT_BATCH)
+            t, weight = self.process.times(u)
+            x0 = jax.tree.map(lambda x: x[which], texts)
+            canvas, targets = self.process.corrupt(jax.random.split(k_noise, FIT_BATCH), x0, t)
+            loss = lambda table: (weight * self.process.loss(score(table, canvas, t), canvas, targets)["loss"]).mean()  # noqa: E731
+            updates, moments = optimizer.update(jax.grad(loss)(table), moments)
+            return (optax.apply_updates(table, updates), moments), None
+
+        @jax.jit
+        def fit():
+            keys = jax.random.split(jax.random.key(8), FIT_STEPS)
+            return jax.lax.scan(step, (start, optimizer.init(start)), keys)[0][0]
+
+        table = fit()
+        return lambda canvas, t: score(table, canvas, t)
+
+    def fitted_excess(self):
+        """Averaged over the data, many draws of each text."""
+        copies, times = 200, 8
+        texts = [text for text in _fitted_texts() for _ in range(copies)]
+        x0 = worlds.to_example(texts, L)
+        place = schedules.evenly_spread(jnp.zeros(len(texts), jnp.uint32), jnp.arange(len(texts)))
+        draws = jax.jit(self.process.nll_draws, static_argnums=(0, 4))(
+            likelihood.at_once(self.fitted), _keys(9, len(texts)), place, x0, times
+        )
+        law = _fitted_law()
+        each = np.asarray(draws, np.float64).mean(0).reshape(len(law), copies).mean(-1)
+        return law @ each + (law * np.log(law)).sum()
+
+    def fitted_variation(self, name):
+        """As `sampler_excess`."""
+        options = SamplingOptions(num_steps=NUM_STEPS, stop_threshold=0.0)
+        sampler, canvas = self.process.samplers(options)[name], _canvas([plain(())] * NUM_DRAWS, L)
+
+        @jax.jit
+        def run():
+            return sampler.decode(
+                sampling.generate(self.fitted, sampler, _keys(6, NUM_DRAWS), canvas, Filters()).canvas
+            )
+
+        tokens, length = jax.device_get(run())
+        seen = collections.Counter(tuple(row[:n].tolist()) for row, n in zip(tokens, length, strict=True))
+        law = dict(zip((text.tokens for text in _fitted_texts()), _fitted_law(), strict=True))
+        variation = 0.5 * sum(abs(seen[text] / NUM_DRAWS - law.get(text, 0.0)) for text in law | seen)
+        return _beyond_sampling(variation, np.array([*law.values()]), FITTED_ALLOWANCE)
 
     # --- The bound
 
@@ -570,7 +683,7 @@ class Checked:
 
         @jax.jit
         def run(table, canvas, targets):
-            scores, n = _scores(table, slice(None)), targets.x0.free.sum(-1)
+            scores, n = self.scores_of(table), targets.x0.free.sum(-1)
             return (
                 likelihood.integrand(self.process, canvas, targets)(scores),
                 self.log_insertion_rates(scores, canvas, targets.t),
@@ -723,15 +836,13 @@ class Checked:
         return scores
 
     def sampler_excess(self, name):
-        """The bound on sampling error passes at p > P_VALUE: the mean total variation of N draws, at most
-        ½·Σ sqrt(2p(1−p)/πN), plus McDiarmid's sqrt(ln(1/P_VALUE)/2N); plus what the grid may cost."""
+        """What the grid may cost is allowed for."""
         world, allowance = plain_world(), 0.0 if name == "event" else GRID_ALLOWANCE
         law = np.zeros(len(world.states))
         law[world.text_state] = self.start_law()
         drawn = self.draws(name, mean_only=False)
         variation = 0.5 * np.abs(np.bincount(drawn, minlength=len(law)) / NUM_DRAWS - law).sum()
-        mean = 0.5 * np.sqrt(2 * law * (1 - law) / (math.pi * NUM_DRAWS)).sum()
-        return max(0.0, variation - mean - math.sqrt(-math.log(P_VALUE) / (2 * NUM_DRAWS)) - allowance)
+        return _beyond_sampling(variation, law, allowance)
 
     def changed_draws(self, name):
         """By the same keys; not 0 where rounding decides."""
@@ -787,13 +898,21 @@ class _Tables:
             return _Tables(_canvas(world.states, L), *sums)
 
 
-def _scores(table: dict, entry) -> Scores:
-    letter = jnp.arange(V) >= NUM_SPECIAL
-    return Scores(
-        logits=jnp.where(letter, jnp.asarray(table["logits"])[entry], -jnp.inf),
-        length_logits=jnp.asarray(table["length"])[entry],
-        stop_logits=None,
-    )
+def _fitted_texts() -> list[Text]:
+    a, b = range(NUM_SPECIAL, NUM_SPECIAL + 2)
+    return [plain(word) for word in ((), (a,), (b, a), (a, b, a), (b, b, b), (a, a, b, b))]
+
+
+def _fitted_law() -> np.ndarray:
+    """Letters depend on each other and on the length; two texts differ from others by one insertion."""
+    return np.array([0.1, 0.15, 0.2, 0.25, 0.1, 0.2])
+
+
+def _beyond_sampling(variation, law, allowance):
+    """How far a total variation is above what N draws and the allowance explain, at p > P_VALUE: its mean is at most
+    ½·Σ sqrt(2p(1−p)/πN), and McDiarmid's bound on what it may be more is sqrt(ln(1/P_VALUE)/2N)."""
+    mean = 0.5 * np.sqrt(2 * law * (1 - law) / (math.pi * NUM_DRAWS)).sum()
+    return max(0.0, variation - mean - math.sqrt(-math.log(P_VALUE) / (2 * NUM_DRAWS)) - allowance)
 
 
 def _chi_square(seen, expected):

@@ -37,10 +37,11 @@ def cache(shared):
 
 @pytest.fixture(scope="session")
 def smoke_runs(shared, cache):
-    """Workdirs by family of two complete runs of `children.train_smoke`, trained by the first worker that asks."""
+    """Workdirs by family of complete runs of `children.train_smoke`, trained by the first worker that asks."""
     import children
+    from dilm_jax.processes.registry import PROCESSES
 
-    workdirs = {family: shared / "runs" / family for family in ("joint", "independent")}
+    workdirs = {family: shared / "runs" / family for family in PROCESSES}
     with filelock.FileLock(shared / "runs.lock"):
         if not all((workdir / "eval.json").exists() for workdir in workdirs.values()):
             for child in [children.train_smoke(family, workdir, cache) for family, workdir in workdirs.items()]:

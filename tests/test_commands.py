@@ -18,6 +18,7 @@ from dilm_jax import config as config_lib
 from dilm_jax import evals
 from dilm_jax.canvas import Example
 from dilm_jax.data import loader, star
+from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.scores import Scores
 from test_trace import page_data
 
@@ -43,7 +44,7 @@ WRONG = [
     (MAIN, [SMOKE, "--config.model.width=wide"], "--config.model.width=wide"),
     (MAIN, [SMOKE, "--config.model.width=30"], "width 30 must be divisible by 2 x num_heads = 4"),
     (MAIN, [SMOKE, "--config.model.num_heads=0"], "config.model.num_heads must be positive, got 0"),
-    (MAIN, [SMOKE, "--config.process.family=jont"], "'jont', expected one of joint, independent; .* 'joint'"),
+    (MAIN, [SMOKE, "--config.process.family=jont"], "'jont', expected one of joint, independent, .* 'joint'"),
     (MAIN, [SMOKE, "--config.batch_size=10", "--config.train.micro_batches=4"], "batch_size 10 .* × 4 micro-batches"),
     (MAIN, [SMOKE, "--config.mesh.fsdp=3"], "'fsdp': 3.* does not fit 1 devices"),
     (MAIN, [SMOKE, "--config.seed=-1"], "config.seed must not be negative, got -1"),
@@ -206,11 +207,15 @@ def test_every_config_trains(path, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if not path.stem.startswith("text")], ids=lambda path: path.stem
+    "path",
+    [path for path in CONFIGS if path.stem.startswith(("star_tiny", "owt")) and "paper" in variants(path)],
+    ids=lambda path: path.stem,
 )
-def test_every_config_of_the_paper_trains_with_a_small_network(path, tmp_path):
+def test_the_settings_of_the_paper_train_with_a_small_network(path, tmp_path):
+    """One task of each kind: the settings are the same for all, but for the schedule."""
     text = {} if path.stem.startswith("star") else config_lib.LM_SMOKE
-    overrides = flags(config_lib.SMOKE | text | {"num_steps": 1})
+    few = {"sampling.num_steps": 8} if config_lib.has_effect(load_config(path, "paper"), "sampling.num_steps") else {}
+    overrides = flags(config_lib.SMOKE | text | few | {"num_steps": 1})
     result = children.command(MAIN, f"--config={path}:paper", f"--workdir={tmp_path}", *overrides).result()
     assert result.code == 0, result.err
 
@@ -379,6 +384,40 @@ def test_a_replay_has_the_rows_of_generate(asking):
         assert all(0 < shown["prob"][k] <= 1 and shown["rate"][k] > 0 for k in np.flatnonzero(frame))
 
 
+@pytest.mark.parametrize("family", sorted(PROCESSES.keys() - {"joint", "independent"}))
+def test_every_family_completes_prompts_and_replays_it(smoke_runs, prompts, family):
+    """Its text as `generate` gives it; what was there from the start, and no more, has no call of its own."""
+    run = dilm_jax.load(str(smoke_runs[family]), temperature=1.0)
+    rows = [*prompts, {**prompts[0], "length": len(prompts[0]["prompt"]) + 2}, {**prompts[1], "forbid": [3, 4]}]
+    replay = run.show_trace(rows)
+    assert replay.rows == run.generate(rows)
+    for row, got, shown in zip(rows, replay.rows, page_data(replay.html), strict=True):
+        num = len(row["prompt"])
+        assert got["ids"][:num] == row["prompt"] and got["length"] == row.get("length", got["length"])
+        assert not set(got["ids"][num:]) & set(row.get("forbid", ()))
+        assert all(token < run.parts.task.graphs.num_ids for token in got["ids"])  # no special token
+        frame = np.array(shown["frame"])
+        assert not frame[:num].any() and frame[num:].all() and got["inserted"] == len(frame) - num
+        assert all(0 < shown["prob"][k] <= 1 for k in np.flatnonzero(frame))
+        assert got["inserted"] <= got["nfe"] + 4 and got["sampler"] == run.parts.sampler
+
+
+def test_gaps_that_a_family_cannot_fill_are_refused_in_one_line(smoke_runs, prompts):
+    inside = {**prompts[0], "answer": [0, 1], "gaps": [(1, 0, None), (2, 0, None)]}
+    known = {**inside, "gaps": [(1, 2, 2)]}
+    for family, row, says in (
+        ("arm", inside, "ARM only continues a text: give a prompt, or one gap at the end"),
+        ("arm", known, "the gap after 1 of 2 tokens takes 2 to 2, but ARM only continues a text"),
+        ("mdm", inside, r"MDM fills only gaps of a known number of tokens, \[GAP:3-3\], and the end"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            dilm_jax.load(str(smoke_runs[family])).generate([row])
+    for family in ("mdm", "ilm"):
+        (row,) = dilm_jax.load(str(smoke_runs[family])).generate([known])
+        ids = row["ids"][len(known["prompt"]) :]
+        assert (len(ids), ids[0], ids[3], row["inserted"]) == (4, 0, 1, 2), family
+
+
 def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_path, cache):
     """evaluate repeats the evaluation that ended training; generate writes the same samples, as text and as jsonl."""
     run = pathlib.Path(shutil.copytree(smoke_runs["joint"], tmp_path / "run"))
@@ -424,7 +463,7 @@ def test_evaluation_counts_every_example_once(smoke_runs):
 class Unbounded:
     """A family with what the seam asks for and no more."""
 
-    OFFERS = ("READS_POSTERIOR", "FROM_CONTEXT", "spec", "vocabulary", "times", "corrupt", "loss", "samplers")
+    OFFERS = ("TRAITS", "spec", "vocabulary", "times", "corrupt", "loss", "samplers")
 
     def __init__(self, process):
         for name in self.OFFERS:

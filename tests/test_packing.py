@@ -202,7 +202,7 @@ def test_the_bound_in_passes_is_that_of_a_canvas_a_row(family):
     x0, key = tiny.batch(parts, made), jax.random.split(jax.random.key(0), 16)
     network = functools.partial(evals.network(parts, mesh), params)
     draws = [
-        jax.jit(lambda x0, net=net: likelihood.bound_samples(parts.process, net, key, jnp.arange(16) / 16, x0, 2))(x0)
+        jax.jit(lambda x0, net=net: parts.process.nll_draws(net, key, jnp.arange(16) / 16, x0, 2))(x0)
         for net in (
             likelihood.at_once(network),
             functools.partial(evals.packed_values, functools.partial(network, fused=True), 1),

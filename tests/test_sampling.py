@@ -18,7 +18,7 @@ from dilm_jax.sampling import (
     Filter,
     Filters,
     Grid,
-    Insertions,
+    Move,
     SamplingOptions,
     draw_every_gap,
     draw_gaps,
@@ -501,7 +501,7 @@ def test_recording_changes_no_sample_and_keeps_what_each_call_said(family, sampl
 @pytest.mark.parametrize("num_steps", [1, 3, 7, 49, 80, 100, 200, 1000])
 def test_a_grid_runs_from_exactly_one_to_exactly_zero(num_steps):
     """Compiled as in production: a fused multiply-add made the last s negative, and no token was inserted for NaN."""
-    grid = Grid(num_steps=num_steps, eps=1e-4, max_length=L, draw=draw_nothing, repeat_last=False, noise=no_noise)
+    grid = Grid(num_steps=num_steps, eps=1e-4, max_length=L, draw=draw_nothing, repeat_last=False)
     time = jax.jit(grid._time, compiler_options={"xla_backend_optimization_level": 3})
     t = np.asarray(time(jnp.arange(num_steps + 1, dtype=jnp.int32)))
     assert t[-1] == 0
@@ -515,11 +515,7 @@ NO_SCORES = Scores(logits=jnp.zeros((1, S, V)), length_logits=None, stop_logits=
 def draw_nothing(key, scores, canvas, t, s, filters):
     del key, scores, s, filters
     none = jnp.zeros_like(canvas.open_gap)
-    return Insertions(insert=none, tokens=canvas.tokens, saturated=t > 0.5)
-
-
-def no_noise(key, x0, t):
-    raise AssertionError("nothing goes back here")
+    return Move(insert=none, tokens=canvas.tokens, saturated=t > 0.5)
 
 
 def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
@@ -529,7 +525,7 @@ def test_steps_below_eps_read_the_network_at_eps_and_keep_their_own_times():
         jax.debug.callback(lambda t, s: seen.append((t, s)), t[0], s[0])
         return draw_nothing(key, scores, canvas, t, s, filters)
 
-    grid = Grid(num_steps=5, eps=eps, max_length=L, draw=draw, repeat_last=False, noise=no_noise)
+    grid = Grid(num_steps=5, eps=eps, max_length=L, draw=draw, repeat_last=False)
     state, clocks = grid.start(oracles.row_keys(0, 1), oracles.canvas_of([""], NUM_LETTERS, L)), []
     advance = jax.jit(lambda state: grid.advance(NO_SCORES, state, Filters()))
     while not state.done.all():

@@ -15,6 +15,7 @@ import pytest
 import children
 import dilm_jax
 import tiny
+from dilm_jax import config as config_lib
 from dilm_jax import evals, sharding, train
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
@@ -44,9 +45,13 @@ TOPOLOGIES = {
 @children.on_eight_devices
 def test_training_is_the_same_on_every_mesh(family):
     """First gradient to 1e-6, twenty steps to 1e-5."""
-    want = tiny.run(family, BATCH)
+    # Adam divides by a gradient's own size: where that is rounding, so is the step.
+    batch = (BATCH,) if family in ("joint", "independent") else (BATCH, ("optim.adam_eps", 1e-4))
+    want = tiny.run(family, *batch)
     for name, (num_devices, overrides) in TOPOLOGIES.items():
-        got = tiny.run(family, BATCH, *overrides, num_devices=num_devices)
+        if family not in ("joint", "independent") and not name.startswith("packed"):
+            continue  # what the meshes have in common is not the family's
+        got = tiny.run(family, *batch, *overrides, num_devices=num_devices)
         tiny.assert_close(got.gradient, want.gradient, 1e-6)
         np.testing.assert_allclose(tiny.losses(got), tiny.losses(want), rtol=1e-5, err_msg=name)
         tiny.assert_close(got.state.params, want.state.params, 1e-5)
@@ -92,7 +97,8 @@ def test_noising_needs_no_other_device(family):
     """No collective, in a rejection loop least of all."""
     draw, x0 = corrupt(family, 8)
     program = draw.lower(jnp.int32(0), x0).compile().as_text()
-    assert "while" in program and "num_partitions=8" in program
+    assert "num_partitions=8" in program
+    assert "while" in program or family not in ("joint", "independent")  # whose counts are drawn by rejection
     assert not re.findall("all-reduce|all-gather|all-to-all|reduce-scatter|collective", program)
 
 
@@ -125,9 +131,9 @@ def test_samples_are_the_same_on_eight_devices(family):
     """At temperature 1, at one global shape: equal texts in at least 99% of the rows."""
     texts = []
     for num_devices in (1, 8):
-        _, parts, mesh, _ = tiny.world(
-            family, BATCH, ("sampling.temperature", 1.0), ("sampling.gap_temperature", 1.0), num_devices=num_devices
-        )
+        warm = [("sampling.temperature", 1.0), ("sampling.gap_temperature", 1.0)]
+        warm = [pair for pair in warm if config_lib.has_effect(tiny.config(family), pair[0])]
+        _, parts, mesh, _ = tiny.world(family, BATCH, *warm, num_devices=num_devices)
         params = tiny.random_params(evals.abstract_params(parts, mesh))
         params = jax.device_put(params, sharding.param_shardings(params, mesh))
         x0 = Example(**loader.stack([parts.task.source("test")[i] for i in range(256)]))

@@ -17,9 +17,16 @@ from dilm_jax import config as config_lib
 from dilm_jax import sharding, train
 from dilm_jax.canvas import Example
 from dilm_jax.data import loader
+from dilm_jax.processes.registry import PROCESSES
 
 # The run of each family that others are compared with: its family and overrides.
-BASE = {"joint": ("joint", ("model.dropout", 0.25)), "independent": ("independent",)}
+BASE = {"joint": ("joint", ("model.dropout", 0.25))} | {family: (family,) for family in PROCESSES if family != "joint"}
+# What a config of each family has to say.
+OF_FAMILY = {
+    "ilm": {"loss.weighting": "elbo", "sampling.sampler": "one_by_one"},
+    "mdm": {"sampling.sampler": "confidence"},
+    "arm": {"sampling.sampler": "left_to_right"},
+}
 OVERRIDES = config_lib.SMOKE | {
     "data.difficulty": "tiny",
     "model.width": 16,
@@ -37,7 +44,8 @@ OVERRIDES = config_lib.SMOKE | {
 def config(family: str = "joint", *overrides: tuple[str, Any]) -> ml_collections.ConfigDict:
     """The config with overrides by dotted key."""
     made = config_lib.default_config()
-    made.update_from_flattened_dict(OVERRIDES | {"process.family": family} | dict(overrides))
+    of_family = {"process.family": family} | OF_FAMILY.get(family, {})
+    made.update_from_flattened_dict(OVERRIDES | of_family | dict(overrides))
     return made
 
 

@@ -13,7 +13,7 @@ import scipy.linalg
 from dilm_jax import worlds
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.losses import LossConfig
-from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.processes.registry import make_process
 from dilm_jax.schedules import LogLinear
 from dilm_jax.scores import Scores
 from dilm_jax.worlds import Text, delete, equivalent, insert, missing, plain, prompted, to_text  # noqa: F401
@@ -154,13 +154,16 @@ def process(family: str, *, max_length: int = L, schedule=SCHEDULE, **loss_optio
         "targets": "gather",
         **loss_options,
     }
-    return PROCESSES[family](
+    return make_process(
+        family,
         vocabulary=VOCABULARY,
         max_length=max_length,
         schedule=schedule,
         eps=EPS,
         loss_config=LossConfig(**options),
         time_sampling="uniform",
+        masking="log_linear",
+        time_conditioning=False,
     )
 
 

@@ -1,7 +1,8 @@
 """The seam between a family and everything else: what the trainer, samplers and evaluators may ask of it."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Key
 
@@ -12,15 +13,38 @@ from dilm_jax.schedules import TimeSampler
 from dilm_jax.scores import FusedScores, Scores
 
 
-@runtime_checkable
-class Process(Protocol):
-    """A noising process with its loss and samplers: a frozen dataclass without parameters.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a family reads of a config and what its samplers can do: what can be said before anything is built.
 
-    Targets are the family's own pytree; only its `loss` reads them.
+    Attributes:
+      reads: keys or whole sections of config.process and config.loss; all others have no effect and are refused.
+      samplers: by name, the options of config.sampling that each reads.
+      gap_filter: where the filter of the gap has an effect, as values of config keys; None: nowhere.
+      reads_posterior: samplers that need the length posterior, not its mean alone.
+      from_context: samplers that may start from free tokens, not from frozen ones alone.
+      fills: gaps that they fill: "any"; "known", of a known number of tokens, or at the end; "end", at the end alone.
+      revises: whether they can go back, for the corrector.
     """
 
-    READS_POSTERIOR: ClassVar[tuple[str, ...]]  # samplers that need the length posterior, not its mean alone
-    FROM_CONTEXT: ClassVar[tuple[str, ...]]  # samplers that may start from free tokens, not from frozen ones alone
+    reads: tuple[str, ...]
+    samplers: Mapping[str, tuple[str, ...]]
+    gap_filter: Mapping[str, tuple[Any, ...]] | None = None
+    reads_posterior: tuple[str, ...] = ()
+    from_context: tuple[str, ...]
+    fills: Literal["any", "known", "end"] = "any"
+    revises: bool = False
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A noising process with its loss and samplers: a frozen dataclass without parameters, whose fields are among the
+    arguments that `config.build` has. Targets are the family's own pytree; only its `loss` reads them.
+
+    One that can score a text offers `likelihood.Likelihood` too.
+    """
+
+    TRAITS: ClassVar[Traits]
 
     @property
     def spec(self) -> NetSpec:
@@ -40,9 +64,9 @@ class Process(Protocol):
         ...
 
     def loss(self, scores: Scores | FusedScores, canvas: Canvas, targets) -> dict[str, Float[Array, " B"]]:
-        """{'loss', 'loss_token', 'loss_length'}: nats an example, float32."""
+        """{'loss', 'loss_token', …}: 'loss' and the parts whose sum it is; nats an example, float32."""
         ...
 
     def samplers(self, options: SamplingOptions) -> Mapping[str, Sampler]:
-        """Samplers by name."""
+        """Samplers by name: those of TRAITS."""
         ...

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import losses
+from dilm_jax import likelihood, losses
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Vocabulary
 from dilm_jax.event import ManyEvents, Thinning
 from dilm_jax.losses import LossConfig
-from dilm_jax.sampling import Grid, Insertions, draw_every_gap, draw_insertion
+from dilm_jax.processes.base import Traits
+from dilm_jax.sampling import Move, RevisableGrid, draw_every_gap, draw_insertion
 from dilm_jax.schedules import TIME_SAMPLING, Schedule
 
 
@@ -25,8 +26,19 @@ from dilm_jax.schedules import TIME_SAMPLING, Schedule
 class Independent:
     """DILM-M for texts of up to `max_length` tokens. See base.Process for what each method must do."""
 
-    READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap",)
-    FROM_CONTEXT: ClassVar[tuple[str, ...]] = ("event", "leap", "euler")
+    EXACT: ClassVar[bool] = False
+    TRAITS: ClassVar[Traits] = Traits(
+        reads=("process.eps", "process.schedule", "loss"),
+        samplers={
+            "event": ("calls", "events_per_call"),
+            "leap": ("num_steps",),
+            "euler": ("num_steps", "rate_scale"),
+        },
+        gap_filter={"sampling.sampler": ("event",), "sampling.events_per_call": (1,)},
+        reads_posterior=("leap",),
+        from_context=("event", "leap", "euler"),
+        revises=True,
+    )
 
     vocabulary: Vocabulary
     max_length: int
@@ -87,7 +99,7 @@ class Independent:
             config, jnp.log(self.coefficient(t)), jnp.maximum(log_total_left, 0.0), n_left
         )
 
-        left = self._count_left(canvas, targets)
+        left = targets.num_in_gap
         log_gap_rate = jnp.where(jnp.isfinite(log_mean_left), log_mean_left, 0.0)
         if config.length == "cross_entropy":
             length = losses.length_cross_entropy(log_p_left, left)
@@ -106,6 +118,10 @@ class Independent:
         token = -jnp.exp(log_w_token) * log_p
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
+    def nll_draws(self, network, key, place, x0, num_times):
+        """The bound of docs/MATH.md 5."""
+        return likelihood.bound_samples(self, network, key, place, x0, num_times)
+
     def samplers(self, options):
         """event: one insertion at each time at which one happens, by thinning; several of them with events_per_call.
         leap: each gap gets a token with the exact probability that at least one is due in it within the step.
@@ -118,9 +134,9 @@ class Independent:
                 fires = jax.vmap(lambda k: jax.random.uniform(k, probability.shape[1:]))(k_fire) < probability
                 insert, tokens = draw_every_gap(k_draw, scores, canvas, fires, filters)
                 saturated = (canvas.open_gap & (due > 1)).any(-1)
-                return Insertions(insert=insert, tokens=tokens, saturated=saturated)
+                return Move(insert=insert, tokens=tokens, saturated=saturated)
 
-            return Grid(
+            return RevisableGrid(
                 num_steps=options.num_steps,
                 eps=self.eps,
                 max_length=self.max_length,
@@ -196,15 +212,9 @@ class Independent:
         none = jnp.where(left > 0, stays[..., None] ** left, 1.0)
         return (p_left * (1 - none)).sum(-1), (p_left * left).sum(-1) * (1 - stays)
 
-    def _count_left(self, canvas, targets):
-        """|s_i| [B, S]: tokens missing from each gap."""
-        row = jnp.arange(canvas.tokens.shape[0])[:, None]
-        return jnp.zeros(canvas.tokens.shape, jnp.int32).at[row, targets.gap].add(targets.dropped)
-
     def log_p_left(self, scores, canvas):
         """log p_i(l) [B, S, K], l = 0..max_length."""
-        room = canvas_lib.room(canvas, self.max_length)
-        return losses.log_length_probs(scores.length_logits, jnp.broadcast_to(room[:, None], canvas.tokens.shape))
+        return losses.log_gap_length_probs(scores, canvas, self.max_length)
 
     def _mean_left(self, scores, canvas):
         """Δl_i [B, S], 0 at closed gaps."""

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import losses
+from dilm_jax import likelihood, losses
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Vocabulary
 from dilm_jax.event import OrderStatistics
 from dilm_jax.losses import LossConfig
-from dilm_jax.sampling import Grid, Insertions, draw_gaps, draw_one_gap
+from dilm_jax.processes.base import Traits
+from dilm_jax.sampling import Move, RevisableGrid, draw_gaps, draw_one_gap
 from dilm_jax.schedules import TIME_SAMPLING, Schedule, concrete_total
 from dilm_jax.special import log_S
 
@@ -27,8 +28,19 @@ from dilm_jax.special import log_S
 class Joint:
     """DILM-S for texts of up to `max_length` tokens. See base.Process for what each method must do."""
 
-    READS_POSTERIOR: ClassVar[tuple[str, ...]] = ("leap", "event")
-    FROM_CONTEXT: ClassVar[tuple[str, ...]] = ("event",)
+    EXACT: ClassVar[bool] = False
+    TRAITS: ClassVar[Traits] = Traits(
+        reads=("process.eps", "process.schedule", "loss"),
+        samplers={
+            "event": ("calls", "events_per_call"),
+            "leap": ("num_steps",),
+            "euler": ("num_steps", "rate_scale"),
+        },
+        gap_filter={},
+        reads_posterior=("leap", "event"),
+        from_context=("event",),
+        revises=True,
+    )
 
     vocabulary: Vocabulary
     max_length: int
@@ -102,13 +114,17 @@ class Joint:
             length = losses.poisson_nll(log_expected, jnp.log(n_left) - log_s_n, log_w_length)
         return {"loss": token + length, "loss_token": token, "loss_length": length}
 
+    def nll_draws(self, network, key, place, x0, num_times):
+        """The bound of docs/MATH.md 5."""
+        return likelihood.bound_samples(self, network, key, place, x0, num_times)
+
     def samplers(self, options):
         """event: one insertion at each time at which one happens; several of them with events_per_call.
         leap: as many insertions as come within the step, by one draw of how many tokens are missing, into as many gaps.
         euler: Algorithm 2, one insertion with probability rate·Δt."""
 
         def grid(draw, repeat_last):
-            return Grid(
+            return RevisableGrid(
                 num_steps=options.num_steps,
                 eps=self.eps,
                 max_length=self.max_length,
@@ -121,14 +137,14 @@ class Joint:
             k_count, k_draw = canvas_lib.split_keys(key, 2)
             count = self._count_within(k_count, scores, canvas, t, s)
             insert, tokens = draw_gaps(k_draw, scores, canvas, count, filters)
-            return Insertions(insert=insert, tokens=tokens, saturated=count > insert.sum(-1))
+            return Move(insert=insert, tokens=tokens, saturated=count > insert.sum(-1))
 
         def euler(key, scores, canvas, t, s, filters):
             k_fire, k_draw = canvas_lib.split_keys(key, 2)
             due = self.insertion_rate(scores, canvas, jnp.maximum(t, self.eps)) * options.rate_scale * (t - s)
             count = (jax.vmap(jax.random.uniform)(k_fire) < due).astype(jnp.int32)
             insert, tokens = draw_one_gap(k_draw, scores, canvas, count, filters)
-            return Insertions(insert=insert, tokens=tokens, saturated=due > 1)
+            return Move(insert=insert, tokens=tokens, saturated=due > 1)
 
         return {
             "event": OrderStatistics(

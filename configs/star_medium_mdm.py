@@ -1,0 +1,17 @@
+"""Star graphs, medium: three arms of three to six nodes that cross at the centre. MDM.
+
+The paper's network and optimizer. Answer, EOS and PAD are revealed one after the other, the likeliest first.
+`:small` fits a CPU.
+"""
+
+from dilm_jax import config as config_lib
+from dilm_jax.config import SMALL
+
+
+def get_config(variant=None):
+    config = config_lib.default_config()
+    config.data.difficulty = "medium"
+    config.process.family = "mdm"
+    config.sampling.sampler = "confidence"
+    config.optim.clip_norm = 10.0  # of the sum over an answer's tokens
+    return config_lib.select(config, variant, small=SMALL)
