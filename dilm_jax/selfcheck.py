@@ -69,7 +69,7 @@ NUM_GRID = 300  # steps of a Kolmogorov equation
 NUM_NODES = 100  # times of the bound; a whole number of them is for [0, eps]
 NUM_DRAWS, NUM_STEPS, GRID_ALLOWANCE = 1500, 24, 0.03  # rows of a sampler, its grid, the total variation that may cost
 NUM_FLAT = 40_000  # draws from equal scores
-NUM_KNOTS, FIT_STEPS, FIT_BATCH, FIT_RATE = 8, 800, 256, 0.2  # a table's times; how it is fitted
+NUM_KNOTS, FIT_STEPS, FIT_BATCH, FIT_RATE = 3, 800, 1024, 0.2  # a table's times; how it is fitted
 FITTED_ALLOWANCE = 0.03  # of the total variation, for what is left of fitting, and for the grid
 P_VALUE = 1e-4  # at fixed keys
 QUICK_COMPILES = (  # each program runs once or twice; a flag that XLA does not know would end the process
@@ -644,7 +644,7 @@ class Checked:
 
     def fitted_excess(self):
         """Averaged over the data, many draws of each text."""
-        copies, times = 200, 8
+        copies, times = 1000, 8
         texts = [text for text in _fitted_texts() for _ in range(copies)]
         x0 = worlds.to_example(texts, L)
         place = schedules.evenly_spread(jnp.zeros(len(texts), jnp.uint32), jnp.arange(len(texts)))
