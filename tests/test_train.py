@@ -674,7 +674,12 @@ def test_a_card_is_json_whatever_the_numbers(tmp_path):
 
 # --- What a run writes -----------------------------------------------------------------------------------------------
 
-LOSS_PARTS = {"joint": ("token", "length"), "independent": ("token", "length"), "ilm": ("token", "stop")}
+LOSS_PARTS = {
+    "joint": ("token", "length"),
+    "independent": ("token", "length"),
+    "ilm": ("token", "stop"),
+    "flexmdm": ("token", "length"),
+}
 
 
 @pytest.mark.parametrize("family", PROCESSES)

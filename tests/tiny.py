@@ -26,6 +26,7 @@ OF_FAMILY = {
     "ilm": {"loss.weighting": "elbo", "sampling.sampler": "one_by_one"},
     "mdm": {"sampling.sampler": "confidence"},
     "arm": {"sampling.sampler": "left_to_right"},
+    "flexmdm": {"sampling.sampler": "leap"},
 }
 OVERRIDES = config_lib.SMOKE | {
     "data.difficulty": "tiny",

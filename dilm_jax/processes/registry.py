@@ -5,6 +5,7 @@ from typing import Any
 
 from dilm_jax.processes.arm import ARM
 from dilm_jax.processes.base import Process
+from dilm_jax.processes.flexmdm import FlexMDM
 from dilm_jax.processes.ilm import ILM
 from dilm_jax.processes.independent import Independent
 from dilm_jax.processes.joint import Joint
@@ -16,6 +17,7 @@ PROCESSES: dict[str, type[Any]] = {
     "ilm": ILM,
     "mdm": MDM,
     "arm": ARM,
+    "flexmdm": FlexMDM,
 }
 
 
