@@ -4,7 +4,11 @@ import dataclasses
 import functools
 import json
 import pathlib
+import resource
 import runpy
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +27,7 @@ from dilm_jax.backbone import Transformer
 from dilm_jax.canvas import Canvas, Example, Vocabulary
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
-from dilm_jax.data.sources import File
+from dilm_jax.data.sources import File, open_source
 from dilm_jax.data.star import TASKS, StarSource
 from dilm_jax.data.task import make_example
 from dilm_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -39,6 +43,7 @@ Setting = tuple[str, SamplingOptions]  # a sampler of a family, and what it is t
 ONE_DEVICE = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
 BERT_VOCABULARY = "tests/data/bert-base-uncased"
 FAMILIES = ("joint", "independent")
+VOCABULARY_SIZE = 4096  # of pieces
 DEFAULT = config_lib.loss_config(config_lib.default_config())
 
 
@@ -229,6 +234,49 @@ class Model:
             updates, state = update(gradient, state)
             params = optax.apply_updates(params, updates)
         return params
+
+
+def run_timed(command: list[str], workdir: pathlib.Path, cpu_minutes: float | None = None) -> None:
+    """Runs the command, within what earlier calls have left of so many minutes on CPUs: the file cpu_seconds in the
+    run's directory has their sum. What fails ends this process too, but for the limit."""
+    path = workdir / "cpu_seconds"
+    spent = float(path.read_text()) if path.is_file() else 0.0
+    left = int(60 * cpu_minutes - spent) if cpu_minutes else None
+
+    def limit() -> None:
+        if left:
+            resource.setrlimit(resource.RLIMIT_CPU, (left, left + 60))
+
+    code, before = -signal.SIGXCPU, _children_seconds()
+    if left is None or left > 0:
+        try:
+            code = subprocess.run(command, preexec_fn=limit).returncode
+        finally:
+            workdir.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{spent + _children_seconds() - before:.1f}\n")
+    if code == -signal.SIGXCPU:
+        print(f"{workdir}: stopped after {cpu_minutes} minutes on CPUs", file=sys.stderr)
+    elif code:
+        sys.exit(code)
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def make_tokenizer(directory: str, data: str) -> None:
+    """Byte-level BPE of the training texts: lossless, and small enough for a softmax on a CPU."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator((row.text for row in open_source(data)["train"]), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(directory)
 
 
 def read_lines(path: str) -> list[str]:

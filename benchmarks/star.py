@@ -10,13 +10,11 @@ complete run, the first evaluation on the validation split at or above 0.95, ste
 
 import json
 import pathlib
-import resource
-import signal
-import subprocess
 import sys
 
 from absl import flags
 
+from benchmarks.common import run_timed
 from dilm_jax import cli, metrics
 
 _CONFIG = flags.DEFINE_list("config", None, "Config files, each with an optional :variant.", required=True)
@@ -40,36 +38,8 @@ def run(config: str, seed: str, weighting: str | None) -> dict:
         command += [f"--config.loss.weighting={name}"]
         command += [f"--config.loss.time_sampling={'importance' if importance else 'uniform'}"]
     if not (workdir / "eval.json").is_file():
-        train(command, workdir)
+        run_timed(command, workdir, _CPU_MINUTES.value)
     return {"config": stem, "weighting": weighting or "default", "seed": int(seed)} | read(workdir)
-
-
-def train(command: list[str], workdir: pathlib.Path) -> None:
-    """Runs the command within what earlier calls, by the file cpu_seconds, have left of --cpu_minutes."""
-    path = workdir / "cpu_seconds"
-    spent = float(path.read_text()) if path.is_file() else 0.0
-    left = int(60 * _CPU_MINUTES.value - spent) if _CPU_MINUTES.value else None
-
-    def limit() -> None:
-        if left:
-            resource.setrlimit(resource.RLIMIT_CPU, (left, left + 60))
-
-    code, before = -signal.SIGXCPU, children_seconds()
-    if left is None or left > 0:
-        try:
-            code = subprocess.run(command, preexec_fn=limit).returncode
-        finally:
-            workdir.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{spent + children_seconds() - before:.1f}\n")
-    if code == -signal.SIGXCPU:
-        print(f"{workdir}: stopped after {_CPU_MINUTES.value} minutes on CPUs", file=sys.stderr)
-    elif code:
-        sys.exit(code)
-
-
-def children_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def read(workdir: pathlib.Path) -> dict:

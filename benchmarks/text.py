@@ -21,10 +21,9 @@ import numpy as np
 from absl import flags
 
 import dilm_jax
-from benchmarks.common import print_row, write_json
+from benchmarks.common import make_tokenizer, print_row, write_json
 from benchmarks.ngrams import bigram_bits, unigram_bits
 from dilm_jax import cli, evals, metrics
-from dilm_jax.data.sources import open_source
 from dilm_jax.data.task import Task
 from dilm_jax.data.text import open_text
 from dilm_jax.judge import PLAIN, Judge
@@ -41,8 +40,6 @@ _BESIDE = flags.DEFINE_list("beside", [], "Other tokenizers, whose n-gram models
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 100, "Texts of each run.", lower_bound=10)
 _TIMES = flags.DEFINE_integer("times", 4, "Draws of the noising time a text, for the bound.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
-
-VOCABULARY_SIZE = 4096
 
 
 def ngrams(task: Task) -> dict[str, float]:
@@ -68,20 +65,6 @@ def others_task(data, tokenizer: str) -> Task:
     """The run's texts in other tokens."""
     options = {key: data[key] for key in ("path", "origin", "max_length", "unit", "field", "overlong")}
     return open_text(tokenizer=tokenizer, **options)
-
-
-def make_tokenizer(directory: str) -> None:
-    """Byte-level BPE of the training texts: lossless, and small enough for a softmax on a CPU."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator((row.text for row in open_source(_DATA.value)["train"]), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(directory)
 
 
 def train(workdir: str, minutes: float) -> None:
@@ -138,7 +121,7 @@ def report(workdir: str, judge: evals.TextScorer | None) -> dict:
 
 def main() -> None:
     if _TOKENIZER.value:
-        make_tokenizer(_TOKENIZER.value)
+        make_tokenizer(_TOKENIZER.value, _DATA.value)
     if _MINUTES.value:
         for workdir in _WORKDIR.value:
             train(workdir, _MINUTES.value)

@@ -62,6 +62,22 @@ SCRIPTS = {
     ],
     "loading": ["--data=tests/data/sotu.txt", "--batch_size=8", "--steps=3"],
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_table_trains_what_is_not_complete_and_reads_what_is(tmp_path):
+    argv = ["--task=star_easy", "--variant=smoke", "--budget=3", "--seeds=0,1", f"--workdir={tmp_path}"]
+    rows, out = run_script("table", tmp_path, [*argv, "--families=arm,joint"])
+    assert "the paper |" in out and "| 32.3 |" in out and " ± " in out
+    assert {family: [card["checkpoint"] for card in cards] for family, cards in rows["cards"].items()} == {
+        "arm": [3, 3], "joint": [3, 3]
+    }  # fmt: skip
+    arm, joint = (rows["cards"][family][0]["parameters"] for family in ("arm", "joint"))
+    assert arm == pytest.approx(joint, rel=0.01)
+    again, _ = run_script("table", tmp_path, [*argv, "--families=arm"])
+    assert again["cards"] == {"arm": rows["cards"]["arm"]}  # its minutes too
+
+
 OF_A_TEXT_RUN = {
     "quality": ["--num=4", "--masks=5", "--lengths=5", "--only=event, 1"],
     "text": ["--num_samples=10", "--times=1"],

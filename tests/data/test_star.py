@@ -21,6 +21,7 @@ SPECIFICATION = {
     "tiny": (2, 3, 3, 2, 6, 10, 10, 4, 4, 14),
     "easy": (3, 5, 5, 4, 20, 26, 26, 8, 8, 34),
     "medium": (3, 3, 6, 2, 20, 14, 32, 4, 10, 42),
+    "cross": (2, 3, 5, 1, 10, 10, 18, 4, 8, 26),
     "hard": (5, 6, 12, 5, 56, 52, 112, 10, 22, 134),
 }
 
@@ -224,7 +225,13 @@ def test_examples_are_pinned():
         tokens = [make_source(name, split)[i]["tokens"] for split in star.SPLIT_SIZES for i in range(5)]
         digests[name] = hashlib.sha256(np.stack(tokens).astype("<i4").tobytes()).hexdigest()[:12]
     assert digests == (
-        {"tiny": "b5acbea4fb72", "easy": "bd767407c975", "medium": "5c067706aef9", "hard": "23c6f7211e9f"}
+        {
+            "tiny": "b5acbea4fb72",
+            "easy": "bd767407c975",
+            "medium": "5c067706aef9",
+            "cross": "70a1caa4dc55",
+            "hard": "23c6f7211e9f",
+        }
     )
 
 
