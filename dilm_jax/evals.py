@@ -374,6 +374,18 @@ def format_card(results: Mapping[str, Any]) -> str:
 _CARD_ROWS = (("data", "data"), ("samples", "eval"))
 
 
+def samplers_to_compare(parts: Parts, sampler: str | None, steps: list[int]) -> list[dict[str, Any]]:
+    """The family's first sampler without a time grid, then one with each number of steps: the one asked for, or that of
+    training, or the first that has them."""
+    samplers = parts.process.TRAITS.samplers
+    on_grid = [name for name, options in samplers.items() if "num_steps" in options]
+    if not on_grid:
+        raise ValueError(f"--steps has no effect on {', '.join(samplers)}; leave it out")
+    default = parts.sampler if parts.sampler in on_grid else on_grid[0]
+    exact = [{"sampler": name} for name in samplers if name not in on_grid][:1]
+    return exact + [{"sampler": sampler or default, "num_steps": n} for n in steps]
+
+
 def format_quality(cards: list[Mapping[str, Any]]) -> str:
     """Cards of several samplers as a table, the data first."""
     names = [name.removeprefix("eval/") for name in cards[0] if name.startswith("eval/")]
@@ -391,9 +403,11 @@ def plot_quality(cards: list[Mapping[str, Any]], path: pathlib.Path) -> None:
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         if f"data/{name}" in cards[0]:
             axes.axhline(cards[0][f"data/{name}"], color="black", linewidth=0.8, label="data")
-        of_event, *of_grid = [(card["eval/nfe"], card[f"eval/{name}"]) for card in cards]
-        axes.plot(*of_event, "*", label="event")
-        axes.plot(*zip(*of_grid, strict=True), ".-", label=cards[-1]["sampler"].split(",")[0])
+        of_sampler: dict[str, list] = {}
+        for card in cards:
+            of_sampler.setdefault(card["sampler"].split(",")[0], []).append((card["eval/nfe"], card[f"eval/{name}"]))
+        for sampler, points in of_sampler.items():
+            axes.plot(*zip(*points, strict=True), ".-" if len(points) > 1 else "*", label=sampler)
         axes.set(xscale="log", xlabel="network calls a text", ylabel=name)
     figure.axes[0].legend()
     figure.savefig(path, dpi=100)

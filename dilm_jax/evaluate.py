@@ -1,12 +1,12 @@
 """Evaluates a run: `python -m dilm_jax.evaluate --workdir=DIR [--checkpoint=STEP --split=test --num=… --num_samples=…
---sampler=… --steps=… --calls=… --times=… --seed=… --judge=… --protocol=…]`.
+--sampler=… --steps=… --calls=… --stop_threshold=… --times=… --seed=… --judge=… --protocol=…]`.
 
 Prints a table and writes DIR/eval.json, and one line a sample to DIR/samples/<split>.jsonl. Of texts the first row is
 the data's own, of as many held-out texts as were generated. `--judge` adds their NLL under another language model, by
 a protocol that is printed with it.
 
-`--steps=16,64,256` generates with each number of steps, beside the event sampler, and writes DIR/quality.json and
-DIR/quality.png: quality against network calls.
+`--steps=16,64,256` generates with each number of steps, beside the family's sampler without a time grid, and writes
+DIR/quality.json and DIR/quality.png: quality against network calls.
 
 `--samples=FILE.jsonl` scores texts that any system wrote (field `text` of each line) by the same figures. The data row
 is then of the split of a run's data, or of `--data=FILE` in tokens of `--tokenizer`. Writes FILE.eval.json.
@@ -37,7 +37,7 @@ _NUM = flags.DEFINE_integer("num", None, "Examples; all of the split unless give
 _NUM_SAMPLES = flags.DEFINE_integer(
     "num_samples", None, "Of them for which a text is generated, 0: all; as in training unless given.", lower_bound=0
 )
-_SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
+_SAMPLER = flags.DEFINE_string("sampler", None, "One of the family's; as in training unless given.")
 _STEPS = flags.DEFINE_list(
     "steps", None, "Steps of the time grid, as in training unless given; several, as 16,64,256, for a table."
 )
@@ -45,6 +45,7 @@ _TIMES = flags.DEFINE_integer(
     "times", None, "Draws of the noising time an example for the likelihood bound; as in training.", lower_bound=1
 )
 _CALLS = flags.DEFINE_integer("calls", None, "Network calls a token of event, 2 (exact) or 1.")
+_STOP = flags.DEFINE_float("stop_threshold", None, "Probability of stopping above which ILM stops; 0 draws it.")
 _SEED = flags.DEFINE_integer(
     "seed", None, "Of the sampling noise; as in training unless given.", lower_bound=0, upper_bound=2**32 - 1
 )
@@ -71,7 +72,12 @@ def main() -> None:
     elif len(steps) > 1:
         compare_steps(steps, judge)
     else:
-        run = load(sampler=_SAMPLER.value, num_steps=steps[0] if steps else None, calls=_CALLS.value)
+        run = load(
+            sampler=_SAMPLER.value,
+            num_steps=steps[0] if steps else None,
+            calls=_CALLS.value,
+            stop_threshold=_STOP.value,
+        )
         card, samples = evaluate(run, judge)
         print(evals.format_card(card))
         for line in evals.notes(run.parts, _SPLIT.value):
@@ -89,7 +95,7 @@ def check_flags() -> None:
     for flag in (_DATA, _TOKENIZER):
         if flag.value and (not _SAMPLES.value or _WORKDIR.value):
             raise ValueError(f"--{flag.name} has no effect but with --samples and without --workdir")
-    for flag in (_NUM_SAMPLES, _SAMPLER, _STEPS, _TIMES, _CALLS, _SEED):
+    for flag in (_NUM_SAMPLES, _SAMPLER, _STEPS, _TIMES, _CALLS, _STOP, _SEED):
         if flag.value is not None and _SAMPLES.value:
             raise ValueError(f"--{flag.name} has no effect with --samples, which generates nothing; leave it out")
     if _TIMES.value is not None and _STEPS.value and len(_STEPS.value) > 1:
@@ -115,13 +121,11 @@ def evaluate(run: Run, judge: TextScorer | None, bound: bool = True):
 
 
 def compare_steps(steps: list[int], judge: TextScorer | None) -> None:
-    """The table of quality against network calls: event, then a grid sampler with each number of steps."""
-    sampler = "leap" if _SAMPLER.value is None else _SAMPLER.value
-    rows, task = [], None
-    for options in [{"sampler": "event"}, *({"sampler": sampler, "num_steps": n} for n in steps)]:
+    """The table of quality against network calls."""
+    trained, rows = load(), []
+    for options in evals.samplers_to_compare(trained.parts, _SAMPLER.value, steps):
         run = load(**options)
-        task = task or run.parts.task  # the first one's holds the data for all
-        run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, task=task))
+        run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, task=trained.parts.task))  # with its data
         card, _ = evaluate(run, judge, bound=False)
         rows.append(card)
         print(evals.format_quality(rows), flush=True)

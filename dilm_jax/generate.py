@@ -1,7 +1,7 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
 --infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…]
-[--forbid='3 4'] [--require='2'] [--sampler=… --steps=… --calls=… --events_per_call=… --corrector_steps=…
---corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=… --gap_top_p=…] [--seed=…
+[--forbid='3 4'] [--require='2'] [--sampler=… --steps=… --calls=… --events_per_call=… --stop_threshold=…
+--corrector_steps=… --corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=… --gap_top_p=…] [--seed=…
 --output=FILE.jsonl --trace=FILE.html]`.
 
 Without a prompt texts are generated from nothing; star graphs come from the test split, and paths that are not the
@@ -40,10 +40,11 @@ _REQUIRE = flags.DEFINE_string("require", None, "Tokens that the text has, in an
 _INPUT = flags.DEFINE_string("input", None, "A jsonl file of prompts and infills.")
 _OUTPUT = flags.DEFINE_string("output", None, "Write jsonl here instead of text to the screen.")
 _TRACE = flags.DEFINE_string("trace", None, "Write a replay of the insertions here too: one HTML file.")
-_SAMPLER = flags.DEFINE_string("sampler", None, "leap, euler or event; as in training unless given.")
+_SAMPLER = flags.DEFINE_string("sampler", None, "One of the family's; as in training unless given.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of the time grid; as in training unless given.")
 _CALLS = flags.DEFINE_integer("calls", None, "Network calls a token of event, 2 (exact) or 1.")
 _EVENTS = flags.DEFINE_integer("events_per_call", None, "Insertions of event from one network call.")
+_STOP = flags.DEFINE_float("stop_threshold", None, "Probability of stopping above which ILM stops; 0 draws it.")
 _CORRECTOR_STEPS = flags.DEFINE_integer("corrector_steps", None, "Revisions of a finished text.")
 _CORRECTOR_STRENGTH = flags.DEFINE_float("corrector_strength", None, "Noising time that each goes back to, up to 1.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the sampling noise.", lower_bound=0, upper_bound=2**32 - 1)
@@ -71,6 +72,7 @@ def main() -> None:
         num_steps=_STEPS.value,
         calls=_CALLS.value,
         events_per_call=_EVENTS.value,
+        stop_threshold=_STOP.value,
         corrector_steps=_CORRECTOR_STEPS.value,
         corrector_strength=_CORRECTOR_STRENGTH.value,
         **{flag.name: flag.value for flag in _FILTERS},

@@ -13,6 +13,7 @@ import pytest
 
 import children
 import dilm_jax
+import tiny
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
 from dilm_jax import evals
@@ -70,6 +71,7 @@ WRONG = [
     (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
     (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
     (GENERATE, ["--workdir={run}", "--sampler=leap", "--calls=1"], "calls = 1 has no effect without .*sampler = event"),
+    (GENERATE, ["--workdir={run}", "--stop_threshold=0"], "stop_threshold = 0.0 has no effect without .*one_by_one"),
     (EVALUATE, ["--workdir={run}", "--steps=9"], "num_steps = 9 has no effect without .*sampler = leap or euler"),
     (GENERATE, ["--workdir={paper}", "--sampler=event"], "sampler='event' reads the length posterior"),
     (GENERATE, ["--workdir={run}", "--top_p=0.9"], "top_p 0.9 have no effect at temperature 0"),
@@ -416,6 +418,21 @@ def test_gaps_that_a_family_cannot_fill_are_refused_in_one_line(smoke_runs, prom
         (row,) = dilm_jax.load(str(smoke_runs[family])).generate([known])
         ids = row["ids"][len(known["prompt"]) :]
         assert (len(ids), ids[0], ids[3], row["inserted"]) == (4, 0, 1, 2), family
+
+
+@pytest.mark.parametrize("family, sampler, compared", [
+    ("joint", None, [{"sampler": "event"}, {"sampler": "leap", "num_steps": 2}]),
+    ("joint", "euler", [{"sampler": "event"}, {"sampler": "euler", "num_steps": 2}]),
+    ("mdm", None, [{"sampler": "first_hitting"}, {"sampler": "confidence", "num_steps": 2}]),
+    ("flexmdm", None, [{"sampler": "leap", "num_steps": 2}]),
+])  # fmt: skip
+def test_steps_compare_what_a_family_has(family, sampler, compared):
+    assert evals.samplers_to_compare(config_lib.build(tiny.config(family)), sampler, [2]) == compared
+
+
+def test_steps_of_a_family_without_any_are_refused():
+    with pytest.raises(ValueError, match="--steps has no effect on left_to_right; leave it out"):
+        evals.samplers_to_compare(config_lib.build(tiny.config("arm")), None, [2, 4])
 
 
 def test_the_commands_agree_with_training_and_with_each_other(smoke_runs, tmp_path, cache):
