@@ -1,8 +1,8 @@
 """Completes prompts: `python -m dilm_jax.generate --workdir=DIR [--num=8 | --prompt='0>1 1>2 0>3 3>4 0>>2' |
 --infill='0>1 1>2 0>3 3>4 0>>2 [GAP:1-2] 1 2' | --input=FILE.jsonl] [--length=… | --max_length=…]
 [--forbid='3 4'] [--require='2'] [--sampler=… --steps=… --calls=… --events_per_call=… --stop_threshold=…
---corrector_steps=… --corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=… --gap_top_p=…] [--seed=…
---output=FILE.jsonl --trace=FILE.html]`.
+--corrector_steps=… --corrector_strength=… --temperature=… --top_k=… --top_p=… --gap_temperature=… --gap_top_k=…
+--gap_top_p=…] [--seed=… --output=FILE.jsonl --trace=FILE.html]`.
 
 Without a prompt texts are generated from nothing; star graphs come from the test split, and paths that are not the
 answer are marked. A text is completed after --prompt='The house' and filled at the marks of --infill='The [GAP] of
