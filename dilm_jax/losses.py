@@ -203,6 +203,20 @@ def log_mean(log_p: Float[Array, "*B K"], log_value: Float[Array, "*#B K"]) -> F
     return _safe_logsumexp(terms, jnp.isfinite(terms).any(-1), otherwise=NEG_INF)
 
 
+def log_mean_length(log_p: Float[Array, "*B K"]) -> Float[Array, "*B"]:
+    """log of the mean length."""
+    return log_mean(log_p, jnp.log(jnp.arange(float(log_p.shape[-1]))))
+
+
+def masked_nll(
+    scores: Scores | FusedScores, column: Int[Array, "B Q"], token: Int[Array, "B Q"], masked: Bool[Array, "B Q"]
+) -> Float[Array, " B"]:
+    """Σ −log p(token at column) over the masked ones, in nats."""
+    column = jnp.where(masked, column, 0)
+    log_p = scores.at(column, token) - jnp.take_along_axis(scores.lse(), column, axis=-1)
+    return -jnp.where(masked, log_p, 0.0).sum(-1)
+
+
 def length_cross_entropy(log_p: Float[Array, "*B K"], n_left: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """−log p(n_left). Its optimum is the posterior of the length-to-go."""
     return -jnp.take_along_axis(log_p, n_left[..., None], axis=-1)[..., 0]

@@ -158,6 +158,16 @@ def draw_every_gap(
     return fire & canvas.open_gap, categorical(key, filters.token(scores.dense()))
 
 
+def fire_probability(
+    log_p_left: Float[Array, "B S K"], stays: Float[Array, " B"]
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+    """P(at least one of a gap's missing tokens comes) = 1 − E_l[stays^l], where each by itself stays away with
+    probability `stays`, and the expected number that come (docs/MATH.md 6a)."""
+    p_left, left, stays = jnp.exp(log_p_left), jnp.arange(log_p_left.shape[-1]), stays[:, None]
+    none = jnp.where(left > 0, stays[..., None] ** left, 1.0)
+    return (p_left * (1 - none)).sum(-1), (p_left * left).sum(-1) * (1 - stays)
+
+
 def categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[Array, " B *N"]:
     """One draw from each distribution, by Gumbel-argmax."""
     return jnp.argmax(_perturbed(key, logits), axis=-1)

@@ -176,6 +176,18 @@ class UniformTimes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SquareTimes:
+    """t on [eps, 1] whose square root is uniform: more small times, for losses with a rate of 1/t."""
+
+    eps: float
+
+    def __call__(self, u):
+        low = self.eps**0.5
+        root = low + (1 - low) * u
+        return root**2, 2 * root * (1 - low) / (1 - self.eps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportanceTimes:
     """t with density ∝ coefficient·sqrt(σ̄/(1+σ̄)) on [eps, 1] (docs/MATH.md 4): where the loss has its mass; for one
     draw in ten uniform, since where σ̄ is large γ leaves no mass that float32 could draw and weights without bound.

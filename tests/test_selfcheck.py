@@ -26,7 +26,7 @@ def test_what_all_families_share_holds():
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["--family=jont"], "--family=jont is not in the registry: it has joint, independent, ilm, mdm, arm, flexmdm"),
+        (["--family=jont"], "--family=jont is not in the registry: it has " + ", ".join(PROCESSES)),
         (["--only=nonsense"], "--only=nonsense: no identity contains it"),
     ],
 )
@@ -190,9 +190,9 @@ FAULTS = {
         "its −log p",
     ),
     "masks that come once a gap, however many are missing": (
-        "flexmdm", "processes/flexmdm.py",
-        "none = jnp.where(left > 0, (s / t)[..., None] ** left, 1.0)",
-        "none = jnp.where(left > 0, (s / t)[..., None], 1.0)",
+        "flexmdm", "sampling.py",
+        "none = jnp.where(left > 0, stays[..., None] ** left, 1.0)",
+        "none = jnp.where(left > 0, stays[..., None], 1.0)",
         "sampler leap",
     ),
     "a bound whose draws at events count as those at uniform times": (

@@ -320,15 +320,15 @@ def text(jaxpr) -> str:
 def abstract_network_input(family):
     made, parts, mesh, _ = tiny.world(family)
     x0 = tiny.abstract_like(tiny.batch(parts, made))
-    _, _, canvas, targets, keys = jax.eval_shape(lambda x: train.corrupt_batch(parts.process, mesh, 0, 0, x), x0)
-    return canvas, targets, keys
+    t, _, canvas, targets, keys = jax.eval_shape(lambda x: train.corrupt_batch(parts.process, mesh, 0, 0, x), x0)
+    return canvas, t, targets, keys
 
 
 @functools.cache
 def abstract_scores(family):
     _, parts, mesh, _ = tiny.world(family)
-    canvas, targets, _ = abstract_network_input(family)
-    return jax.eval_shape(evals.network(parts, mesh), evals.abstract_params(parts, mesh), canvas, targets.t)
+    canvas, t, _, _ = abstract_network_input(family)
+    return jax.eval_shape(evals.network(parts, mesh), evals.abstract_params(parts, mesh), canvas, t)
 
 
 def probe_noise(made, parts, mesh):
@@ -338,18 +338,18 @@ def probe_noise(made, parts, mesh):
 
 
 def probe_network(made, parts, mesh):
-    canvas, targets, keys = abstract_network_input("joint")
+    canvas, t, _, keys = abstract_network_input(made.process.family)
     params = evals.abstract_params(parts, mesh)
-    return text(jax.make_jaxpr(evals.network(parts, mesh))(params, canvas, targets.t, keys))
+    return text(jax.make_jaxpr(evals.network(parts, mesh))(params, canvas, t, keys))
 
 
 def probe_loss(made, parts, mesh):
-    canvas, targets, _ = abstract_network_input("joint")
-    return text(jax.make_jaxpr(parts.process.loss)(abstract_scores("joint"), canvas, targets))
+    canvas, _, targets, _ = abstract_network_input(made.process.family)
+    return text(jax.make_jaxpr(parts.process.loss)(abstract_scores(made.process.family), canvas, targets))
 
 
 def probe_sampler(made, parts, mesh):
-    canvas, _, keys = abstract_network_input("joint")
+    canvas, _, _, keys = abstract_network_input("joint")
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]
 
     def run(scores, keys, canvas):
@@ -516,8 +516,8 @@ EFFECTS = {
 
 
 @functools.cache
-def probed(name, *overrides):
-    made, mesh = tiny.config("joint", *overrides), tiny.world("joint")[2]
+def probed(name, *overrides, family="joint"):
+    made, mesh = tiny.config(family, *overrides), tiny.world("joint")[2]
     return PROBES[name](made, config_lib.build(made), mesh)
 
 
@@ -539,6 +539,22 @@ def test_every_key_of_the_config_has_an_effect(key, monkeypatch, tmp_path):
             assert runs[0] != runs[1]
         else:
             assert probed(name, *needed) != probed(name, *needed, (key, value))
+
+
+READ = [
+    (family, key)
+    for key in config_lib.flatten(config_lib.default_config())
+    if key.startswith(("process.", "loss.")) and key != "process.family"
+    for family in config_lib.needs(key)[0]["process.family"]
+]
+
+
+@pytest.mark.parametrize("family, key", READ)
+def test_every_key_that_a_family_reads_changes_its_noise_its_loss_or_its_network(family, key):
+    value, _, needed = EFFECTS[key]
+    names = ("noise", "loss", "network")
+    before, after = ([probed(name, *needed, *o, family=family) for name in names] for o in ((), ((key, value),)))
+    assert before != after
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ gap, and what each mask stands for; position and identity are decided apart.
 """
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -20,8 +21,8 @@ from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import InsertionTargets, Vocabulary
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Traits
-from dilm_jax.sampling import Grid, Move, categorical
-from dilm_jax.schedules import UniformTimes
+from dilm_jax.sampling import Grid, Move, categorical, fire_probability
+from dilm_jax.schedules import SquareTimes, UniformTimes
 
 
 @struct.dataclass
@@ -30,24 +31,6 @@ class Targets:
 
     masked: Bool[Array, "B L"]  # of the text's tokens
     missing: InsertionTargets
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SquareTimes:
-    """t = u² on [eps, 1]: more small times, where the rate 1/t is large."""
-
-    eps: float
-
-    def __call__(self, u):
-        low = self.eps**0.5
-        root = low + (1 - low) * u
-        return root**2, 2 * root * (1 - low) / (1 - self.eps)
-
-
-def _draw_events(key, x0):
-    """[B, 2, L] the times D and M of each token."""
-    u = jax.vmap(lambda k: jax.random.uniform(k, (2, x0.max_length)))(key)
-    return jnp.stack([u[:, 0], u[:, 0] * u[:, 1]], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,15 +65,20 @@ class FlexMDM:
 
     @property
     def times(self):
-        return (SquareTimes if self.time_sampling == "importance" else UniformTimes)(eps=self.eps)
+        return {"uniform": UniformTimes, "importance": SquareTimes}[self.time_sampling](eps=self.eps)
 
     def corrupt(self, key, x0, t):
-        return self._at(t, x0, _draw_events(key, x0))
+        return self._at(t, x0, self._draw_events(key, x0))
+
+    def _draw_events(self, key, x0):
+        """[B, L, 2] the times D and M of each token."""
+        u = jax.vmap(lambda k: jax.random.uniform(k, (x0.max_length, 2)))(key)
+        return jnp.cumprod(u, axis=-1)
 
     def _at(self, t, x0, events):
-        """Canvas and targets at t, of events [B, 2, L]."""
-        past = x0.free[:, None] & (events <= t[:, None, None])
-        dropped, masked = past[:, 0], past[:, 1] & ~past[:, 0]
+        """Canvas and targets at t."""
+        past = x0.free[..., None] & (events <= t[:, None, None])
+        dropped, masked = past[..., 0], past[..., 1] & ~past[..., 0]
         seen = dataclasses.replace(x0, tokens=jnp.where(masked, self.vocabulary.mask, x0.tokens))
         canvas, gap = canvas_lib.drop_tokens(seen, dropped, self.vocabulary)
         missing = InsertionTargets(tokens=x0.tokens, gap=gap, dropped=dropped, x0=x0, t=t)
@@ -103,7 +91,7 @@ class FlexMDM:
         if self.loss_config.length == "cross_entropy":
             length = losses.length_cross_entropy(log_p_left, left)
         else:
-            length = losses.poisson_nll(self._log_mean_left(log_p_left), jnp.log(left), jnp.zeros(left.shape))
+            length = losses.poisson_nll(losses.log_mean_length(log_p_left), jnp.log(left), jnp.zeros(left.shape))
         token = self._masked_nll(scores, targets) / targets.missing.t
         length = jnp.where(canvas.open_gap, length, 0.0).sum(-1) / targets.missing.t
         return {"loss": token + length, "loss_token": token, "loss_length": length}
@@ -113,27 +101,31 @@ class FlexMDM:
         goes, and with the text that says which token it was: the rates of paths are those of the gaps. Below eps the
         network is asked at eps, and the rate of insertions stays g/eps.
 
-        Half of the draws are of a uniform time, half of the time of one of the 2n events, uniformly drawn. With c
-        tokens missing or masked the density of a state is (1 + c/(2nt))/2 of what it is at a uniform time: no draw is
-        large because t is small.
+        Half of the draws are of a time with density 1/(max(t, eps)·Z), half of the time of one of the 2n events,
+        uniformly drawn. With c tokens missing or masked both together have (1/(max(t, eps)·Z) + c/(2nt))/2 of the
+        density of a state at a uniform time: no draw is large because t is small.
         """
-        free = jnp.stack([x0.free, x0.free], axis=1)
+        free = jnp.stack([x0.free, x0.free], axis=-1)
         num_events = free.sum((1, 2))
+        log_range = -math.log(self.eps)
 
         def draw(key, u):
             k_events, k_which = canvas_lib.split_keys(key, 2)
-            events = _draw_events(k_events, x0)
-            one = ((u >= 0.5) & (num_events > 0)).astype(jnp.int32)
-            which = canvas_lib.choose(k_which, free.reshape(len(u), -1), one).reshape(free.shape)
-            t = jnp.where(one > 0, (which * events).sum((1, 2)), jnp.mod(2 * u, 1.0))
-            t = jnp.maximum(t, jnp.finfo(t.dtype).eps)
+            events = self._draw_events(k_events, x0)
+            at_event = (u >= 0.5) & (num_events > 0)
+            which = canvas_lib.choose(k_which, free.reshape(len(u), -1), at_event.astype(jnp.int32)).reshape(free.shape)
+            place = jnp.mod(2 * u, 1.0) * (1 + log_range)
+            t = self.eps * jnp.where(place < 1, place, jnp.exp(place - 1))
+            t = jnp.where(at_event, (which * events).sum((1, 2)), t)
+            t = jnp.clip(t, jnp.finfo(t.dtype).eps, 1.0)
             canvas, targets = self._at(t, x0, events)
             num_left = targets.missing.dropped.sum(-1) + targets.masked.sum(-1)
-            density = jnp.where(num_events > 0, (1 + num_left / jnp.maximum(num_events * t, 1e-30)) / 2, 1.0)
             asked, true_rate = jnp.maximum(t, self.eps), targets.missing.num_in_gap / t[:, None]
+            density = 1 / (asked * (1 + log_range))
+            density = jnp.where(num_events > 0, (density + num_left / jnp.maximum(num_events * t, 1e-30)) / 2, density)
 
             def value_of(scores):
-                log_rate = self._log_mean_left(self._log_p_left(scores, canvas)) - jnp.log(asked)[:, None]
+                log_rate = losses.log_mean_length(self._log_p_left(scores, canvas)) - jnp.log(asked)[:, None]
                 gaps = losses.poisson_nll(log_rate, jnp.log(true_rate), jnp.zeros(true_rate.shape))
                 gaps = gaps - true_rate * (1 + jnp.log(t))[:, None]
                 return self._masked_nll(scores, targets) / t + jnp.where(canvas.open_gap, gaps, 0.0).sum(-1)
@@ -143,19 +135,20 @@ class FlexMDM:
         return likelihood.over_times(draw, key, place, num_times)
 
     def samplers(self, options):
-        """Over t → s each mask is revealed with probability 1 − s/t. leap: a gap gets a mask with the probability that
-        at least one comes, 1 − E_l[(s/t)^l]. euler: with 1 − exp(−g·(t − s)/t). At most one a gap a step."""
+        """Over t → s each mask is revealed with probability 1 − s/t. leap: a gap gets a mask with the exact probability
+        that at least one is due. euler: with 1 − exp(−g·(t − s)/t). At most one a gap a step; what is masked at the end
+        is revealed."""
 
-        def grid(fire):
+        def grid(fire, repeat_last):
             def draw(key, scores, canvas, t, s, filters):
                 k_fire, k_reveal, k_token = canvas_lib.split_keys(key, 3)
                 uniform = jax.vmap(lambda k: jax.random.uniform(k, canvas.tokens.shape[1:]))
-                probability = fire(self._log_p_left(scores, canvas), t[:, None], s[:, None])
+                probability, due = fire(self._log_p_left(scores, canvas), t, s)
                 masked = canvas.tokens == self.vocabulary.mask
                 return Move(
                     insert=canvas.open_gap & (uniform(k_fire) < probability),
                     tokens=jnp.full_like(canvas.tokens, self.vocabulary.mask),
-                    saturated=jnp.zeros(canvas.length.shape, bool),
+                    saturated=(canvas.open_gap & (due > 1)).any(-1),
                     reveal=masked & (uniform(k_reveal) >= (s / t)[:, None]),
                     revealed=categorical(k_token, filters.token(scores.dense())),
                 )
@@ -165,33 +158,26 @@ class FlexMDM:
                 eps=self.eps,
                 max_length=self.max_length,
                 draw=draw,
-                repeat_last=True,
+                repeat_last=repeat_last,
                 mask=self.vocabulary.mask,
             )
 
         def leap(log_p_left, t, s):
-            left = jnp.arange(log_p_left.shape[-1])
-            none = jnp.where(left > 0, (s / t)[..., None] ** left, 1.0)
-            return (jnp.exp(log_p_left) * (1 - none)).sum(-1)
+            return fire_probability(log_p_left, s / t)
 
         def euler(log_p_left, t, s):
-            return -jnp.expm1(-jnp.exp(self._log_mean_left(log_p_left)) * (t - s) / t)
+            due = jnp.exp(losses.log_mean_length(log_p_left)) * ((t - s) / jnp.maximum(t, self.eps))[:, None]
+            return -jnp.expm1(-due), due
 
-        return {"leap": grid(leap), "euler": grid(euler)}
+        return {"leap": grid(leap, True), "euler": grid(euler, False)}
 
     def _log_p_left(self, scores, canvas):
         """log p_i(l) [B, S, K]."""
         return losses.log_gap_length_probs(scores, canvas, self.max_length)
-
-    def _log_mean_left(self, log_p_left):
-        """log g_i [B, S]."""
-        return losses.log_mean(log_p_left, jnp.log(jnp.arange(self.max_length + 1.0)))
 
     def _masked_nll(self, scores, targets):
         """Σ −log p over the masks [B]."""
         missing = targets.missing
         here = missing.x0.valid & ~missing.dropped
         column = canvas_lib.NUM_SPECIAL_COLUMNS + jnp.cumsum(here, axis=-1) - 1  # of a token that is on the canvas
-        column = jnp.where(targets.masked, column, 0)
-        log_p = scores.at(column, missing.tokens) - jnp.take_along_axis(scores.lse(), column, axis=-1)
-        return -jnp.where(targets.masked, log_p, 0.0).sum(-1)
+        return losses.masked_nll(scores, column, missing.tokens, targets.masked)

@@ -18,7 +18,7 @@ from dilm_jax.canvas import Vocabulary
 from dilm_jax.event import ManyEvents, Thinning
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Traits
-from dilm_jax.sampling import Move, RevisableGrid, draw_every_gap, draw_insertion
+from dilm_jax.sampling import Move, RevisableGrid, draw_every_gap, draw_insertion, fire_probability
 from dilm_jax.schedules import TIME_SAMPLING, Schedule
 
 
@@ -93,7 +93,7 @@ class Independent:
         """
         config, t, n_left = self.loss_config, targets.t, targets.num_dropped
         log_p_left = self.log_p_left(scores, canvas)
-        log_mean_left = losses.log_mean(log_p_left, self._log_left)  # log Δl_i
+        log_mean_left = losses.log_mean_length(log_p_left)  # log Δl_i
         log_total_left = jax.nn.logsumexp(jnp.where(canvas.open_gap, log_mean_left, -jnp.inf), axis=-1)
         log_w_token, log_w_length = losses.log_weights(
             config, jnp.log(self.coefficient(t)), jnp.maximum(log_total_left, 0.0), n_left
@@ -204,13 +204,9 @@ class Independent:
         return jax.scipy.stats.binom.pmf(m, n[:, None], jnp.exp(-self.schedule.total(t)))
 
     def _fire_probability(self, scores, canvas, t, s):
-        """Per gap P(at least one insertion in (s, t]) = 1 − E_l[(1 − q)^l], q = (ρ_s − ρ_t)/(1 − ρ_t), and the
-        expected number, both [B, S] (docs/MATH.md 6a)."""
-        p_left = jnp.exp(self.log_p_left(scores, canvas))
-        left = jnp.arange(p_left.shape[-1])
-        stays = (self._drop_prob(s) / self._drop_prob(t))[:, None]  # 1 − q: still missing at s
-        none = jnp.where(left > 0, stays[..., None] ** left, 1.0)
-        return (p_left * (1 - none)).sum(-1), (p_left * left).sum(-1) * (1 - stays)
+        """Of an insertion in (s, t], and the expected number, both [B, S]: 1 − q, q = (ρ_s − ρ_t)/(1 − ρ_t), of what is
+        missing at t still is at s."""
+        return fire_probability(self.log_p_left(scores, canvas), self._drop_prob(s) / self._drop_prob(t))
 
     def log_p_left(self, scores, canvas):
         """log p_i(l) [B, S, K], l = 0..max_length."""
@@ -222,11 +218,7 @@ class Independent:
 
     def _log_mean_left(self, scores, canvas):
         """log Δl_i [B, S]."""
-        return losses.log_mean(self.log_p_left(scores, canvas), self._log_left)
-
-    @property
-    def _log_left(self):
-        return jnp.log(jnp.arange(self.max_length + 1.0))
+        return losses.log_mean_length(self.log_p_left(scores, canvas))
 
     def _drop_prob(self, t):
         """1 − ρ_t."""

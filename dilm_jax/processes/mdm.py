@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import likelihood
+from dilm_jax import likelihood, losses
 from dilm_jax import request as request_lib
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Canvas, Vocabulary
@@ -149,8 +149,7 @@ def _whole(canvas: Canvas, tokens, frozen) -> Canvas:
 
 def _masked_nll(scores, targets: MaskTargets) -> Float[Array, " B"]:
     column = jnp.broadcast_to(jnp.arange(targets.tokens.shape[1]), targets.tokens.shape)
-    log_p = scores.at(column, targets.tokens) - scores.lse()
-    return -jnp.where(targets.masked, log_p, 0.0).sum(-1)
+    return losses.masked_nll(scores, column, targets.tokens, targets.masked)
 
 
 # --- Samplers --------------------------------------------------------------------------------------------------------
