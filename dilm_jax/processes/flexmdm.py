@@ -136,10 +136,10 @@ class FlexMDM:
 
     def samplers(self, options):
         """Over t → s each mask is revealed with probability 1 − s/t. leap: a gap gets a mask with the exact probability
-        that at least one is due. euler: with 1 − exp(−g·(t − s)/t). At most one a gap a step; what is masked at the end
-        is revealed."""
+        that at least one is due. euler: with 1 − exp(−g·(t − s)/t). At most one a gap a step, so that the last one is
+        repeated while it inserts, and until no mask is left."""
 
-        def grid(fire, repeat_last):
+        def grid(fire):
             def draw(key, scores, canvas, t, s, filters):
                 k_fire, k_reveal, k_token = canvas_lib.split_keys(key, 3)
                 uniform = jax.vmap(lambda k: jax.random.uniform(k, canvas.tokens.shape[1:]))
@@ -158,7 +158,7 @@ class FlexMDM:
                 eps=self.eps,
                 max_length=self.max_length,
                 draw=draw,
-                repeat_last=repeat_last,
+                repeat_last=True,
                 mask=self.vocabulary.mask,
             )
 
@@ -169,7 +169,7 @@ class FlexMDM:
             due = jnp.exp(losses.log_mean_length(log_p_left)) * ((t - s) / jnp.maximum(t, self.eps))[:, None]
             return -jnp.expm1(-due), due
 
-        return {"leap": grid(leap, True), "euler": grid(euler, False)}
+        return {"leap": grid(leap), "euler": grid(euler)}
 
     def _log_p_left(self, scores, canvas):
         """log p_i(l) [B, S, K]."""
