@@ -70,7 +70,7 @@ NUM_NODES = 100  # times of the bound; a whole number of them is for [0, eps]
 NUM_DRAWS, NUM_STEPS, GRID_ALLOWANCE = 1500, 24, 0.03  # rows of a sampler, its grid, the total variation that may cost
 NUM_FLAT = 40_000  # draws from equal scores
 NUM_KNOTS, FIT_STEPS, FIT_BATCH, FIT_RATE = 3, 800, 1024, 0.2  # a table's times; how it is fitted
-FITTED_ALLOWANCE = 0.03  # of the total variation, for what is left of fitting, and for the grid
+FITTED_STEPS, FITTED_ALLOWANCE = 96, 0.03  # of its grid; total variation that this and what is left of fitting may cost
 P_VALUE = 1e-4  # at fixed keys
 QUICK_COMPILES = (  # each program runs once or twice; a flag that XLA does not know would end the process
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -657,7 +657,7 @@ class Checked:
 
     def fitted_variation(self, name):
         """As `sampler_excess`."""
-        options = SamplingOptions(num_steps=NUM_STEPS, stop_threshold=0.0)
+        options = SamplingOptions(num_steps=FITTED_STEPS, stop_threshold=0.0)
         sampler, canvas = self.process.samplers(options)[name], _canvas([plain(())] * NUM_DRAWS, L)
 
         @jax.jit
