@@ -12,7 +12,6 @@ minutes are those of training and evaluation on CPUs, summed over cores and over
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import statistics
@@ -35,6 +34,7 @@ _FAMILIES = flags.DEFINE_list("families", None, "Of the registry; all unless giv
 _BUDGET = flags.DEFINE_integer("budget", None, "Training steps of each run; the task's unless given.", lower_bound=1)
 _SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs and of the graphs.")
 _VARIANT = flags.DEFINE_string("variant", None, "Of the configs; the task's unless given.")
+_DATA = flags.DEFINE_string("data", "benchmarks/data/sotu.*.txt.gz", "The texts of --task=text: a data.path.")
 _JUDGE = flags.DEFINE_string("judge", None, "A causal language model that scores texts, as evaluate takes it.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/table", "Where the runs live.")
 _JSON = flags.DEFINE_string("json", None, "Write the cards here too.")
@@ -72,6 +72,8 @@ class Task:
 
     Attributes:
       config: of configs/<config>_<family>.py.
+      columns: of the table, by the key of the card.
+      of_text: not of graphs.
       variant, num_steps: unless flags say otherwise; None: the config's.
       overrides: of keys of the config, for all families.
       of_family: overrides for one.
@@ -80,6 +82,7 @@ class Task:
 
     config: str
     columns: Mapping[str, str]
+    of_text: bool = False
     variant: str | None = None
     num_steps: int | None = None
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -126,9 +129,9 @@ TASKS = {
     "text": Task(
         config="text",
         columns=TEXT,
+        of_text=True,
         num_steps=800,
         overrides={
-            "data.path": "benchmarks/data/sotu.*.txt.gz",
             "data.max_length": 126,
             "model.num_layers": 3,
             "train.eval_every": 1_000_000,
@@ -165,16 +168,12 @@ class Run:
         main = [sys.executable, "-m", "dilm_jax.main", f"--config={self.config_file}", f"--workdir={self.workdir}"]
         if not self._read():
             run_timed([*main, *changed], self.workdir)
-        if _JUDGE.value and "eval/judge_nll" not in self._read():
-            evaluate = [
-                sys.executable,
-                "-m",
-                "dilm_jax.evaluate",
-                f"--workdir={self.workdir}",
-                f"--judge={_JUDGE.value}",
-            ]
-            run_timed(evaluate, self.workdir)
-        minutes = float((self.workdir / "cpu_seconds").read_text()) / 60
+        judged, spent = self.workdir / "judge", self.workdir / "cpu_seconds"
+        if _JUDGE.value and not (judged.is_file() and judged.read_text() == _JUDGE.value):
+            of_the_same = [f"--num={self._read()['n']}", f"--judge={_JUDGE.value}", f"--workdir={self.workdir}"]
+            run_timed([sys.executable, "-m", "dilm_jax.evaluate", *of_the_same], self.workdir)
+            judged.write_text(_JUDGE.value)
+        minutes = float(spent.read_text()) / 60 if spent.is_file() else None
         return self._read() | {"parameters": self.num_parameters, "minutes": minutes}
 
     def _read(self) -> dict[str, Any]:
@@ -183,13 +182,15 @@ class Run:
         return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def plan(root: pathlib.Path, name: str, family: str, seed: int, variant: str | None, num_steps: int | None) -> Run:
-    """The run of a family on a task, with the MLP that its parameters need. Variant and steps: the task's if None."""
-    task = TASKS[name]
-    suffix = f":{variant or task.variant}" if variant or task.variant else ""
-    shared = dict(task.overrides)
-    if name == "text":
-        shared["data.tokenizer"] = str(_tokenizer(root / "pieces", shared["data.path"]))
+def plan(family: str, seed: int) -> Run:
+    """The run of a family, with the MLP that its parameters need."""
+    task, root = TASKS[_TASK.value], pathlib.Path(_WORKDIR.value)
+    variant = _VARIANT.value or task.variant
+    suffix = f":{variant}" if variant else ""
+    if task.of_text:
+        shared = dict(task.overrides) | {"data.path": _DATA.value, "data.tokenizer": str(_tokenizer(root / "pieces"))}
+    else:
+        shared = dict(task.overrides) | {"data.seed": seed}
 
     def made(family: str) -> tuple[str, dict[str, Any], ml_collections.ConfigDict]:
         file = f"configs/{task.config}_{family}.py{suffix}"
@@ -202,11 +203,9 @@ def plan(root: pathlib.Path, name: str, family: str, seed: int, variant: str | N
     wanted = count_parameters(reference)
     at_width = {width: count_parameters(config, width) for width in (8, 16)}
     width = 8 * round((wanted - at_width[8]) / (at_width[16] - at_width[8])) + 8
-    num_steps = num_steps or task.num_steps or reference.num_steps
+    num_steps = _BUDGET.value or task.num_steps or reference.num_steps
     overrides |= {"num_steps": num_steps, "batch_size": reference.batch_size, "model.mlp_width": width, "seed": seed}
-    if name != "text":
-        overrides["data.seed"] = seed
-    workdir = root / f"{name}{suffix.replace(':', '-')}-{num_steps}" / f"{family}-{seed}"
+    workdir = root / f"{_TASK.value}{suffix.replace(':', '-')}-{num_steps}" / f"{family}-{seed}"
     return Run(workdir, file, overrides, count_parameters(config, width))
 
 
@@ -217,9 +216,10 @@ def count_parameters(config: ml_collections.ConfigDict, mlp_width: int | None = 
     return sum(leaf.size for leaf in jax.tree.leaves(made))
 
 
-def _tokenizer(directory: pathlib.Path, data: str) -> pathlib.Path:
+def _tokenizer(directory: pathlib.Path) -> pathlib.Path:
+    """Of the texts, made once."""
     if not directory.is_dir():
-        make_tokenizer(str(directory), data)
+        make_tokenizer(str(directory), _DATA.value)
     return directory
 
 
@@ -240,11 +240,7 @@ def main() -> None:
         if unknown := [name for name in value if name not in known]:
             raise ValueError(f"--{flag}={unknown[0]} is unknown: choose of {', '.join(known)}")
     task = TASKS[_TASK.value]
-    planned = functools.partial(plan, pathlib.Path(_WORKDIR.value), _TASK.value)
-    cards = {
-        family: [planned(family, int(seed), _VARIANT.value, _BUDGET.value).card() for seed in _SEEDS.value]
-        for family in families
-    }
+    cards = {family: [plan(family, int(seed)).card() for seed in _SEEDS.value] for family in families}
     columns = {"parameters": "parameters"} | dict(task.columns) | {"minutes": "minutes"}
     print_row(["family", *columns, *([task.of] if task.published else [])], header=True)
     for family, of_family in cards.items():

@@ -92,9 +92,13 @@ def needs(key: str) -> tuple[dict[str, Any], ...]:
     if key.startswith(("process.", "loss.")) and key != "process.family":
         return (here | _families(lambda traits: any(f"{key}.".startswith(f"{read}.") for read in traits.reads)),)
     if key in _OF_SAMPLER:
-        option, traits = key.removeprefix("sampling."), [process.TRAITS for process in PROCESSES.values()]
-        names = [name for of in traits for name, options in of.samplers.items() if option in options]
-        return ({"sampling.sampler": tuple(dict.fromkeys(names))} | here,)
+        option, families = key.removeprefix("sampling."), {}
+        for family, process in PROCESSES.items():
+            names = tuple(name for name, options in process.TRAITS.samplers.items() if option in options)
+            families.setdefault(names, []).append(family)
+        return tuple(
+            {"process.family": tuple(of), "sampling.sampler": names} | here for names, of in families.items() if names
+        )
     if key in _OF_GAP:
         filters = {name: process.TRAITS.gap_filter for name, process in PROCESSES.items()}
         return tuple({"process.family": (name,)} | of for name, of in filters.items() if of is not None)
@@ -148,8 +152,8 @@ def default_config() -> ml_collections.ConfigDict:
     config.process.schedule.name = "log_linear"
     config.process.schedule.sigma_min = 3.0  # deletion rate at t = 0, per unit of noising time
     config.process.schedule.sigma_max = 30.0  # at t = 1
-    config.process.masking = "log_linear"  # of masked diffusion: how the share of masks grows with t
-    config.process.time_conditioning = False  # of masked diffusion: whether the network is told t
+    config.process.masking = "log_linear"  # of "mdm": how the share of masks grows with t
+    config.process.time_conditioning = False  # of "mdm": whether the network is told t
 
     config.loss = ml_collections.ConfigDict()
     config.loss.kernel = "exact"
@@ -189,7 +193,7 @@ def default_config() -> ml_collections.ConfigDict:
 
     config.sampling = ml_collections.ConfigDict()
     config.sampling.sampler = "event"
-    config.sampling.num_steps = 200  # of the time grid of "leap" and "euler"
+    config.sampling.num_steps = 200  # of samplers that have a number of them
     config.sampling.calls = 2  # network calls a token of "event": 2 is exact
     config.sampling.events_per_call = 1  # insertions of "event" from one call, above 1 an approximation
     config.sampling.corrector_steps = 0  # rounds of noise and generation that revise a finished text
@@ -283,14 +287,16 @@ def has_effect(config: ml_collections.ConfigDict, key: str) -> bool:
 
 
 def what_is_needed(config: ml_collections.ConfigDict, key: str) -> str:
-    """What would let a key have an effect, to end a sentence."""
+    """What would let a key have an effect, of its family if that has such a thing, to end a sentence."""
+    family = config.process.family
+    own = [needed for needed in needs(key) if family in needed.get("process.family", (family,))]
     return "without " + ", or ".join(
         " and ".join(
             f"{other} = {' or '.join(map(str, values))}"
             for other, values in needed.items()
             if _get(config, other) not in values
         )
-        for needed in needs(key)
+        for needed in own or needs(key)
     )
 
 

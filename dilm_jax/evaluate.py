@@ -98,8 +98,9 @@ def check_flags() -> None:
     for flag in (_NUM_SAMPLES, _SAMPLER, _STEPS, _TIMES, _CALLS, _STOP, _SEED):
         if flag.value is not None and _SAMPLES.value:
             raise ValueError(f"--{flag.name} has no effect with --samples, which generates nothing; leave it out")
-    if _TIMES.value is not None and _STEPS.value and len(_STEPS.value) > 1:
-        raise ValueError("--times has no effect with several --steps, which print no likelihood; leave it out")
+    for flag in (_TIMES, _CALLS, _STOP):
+        if flag.value is not None and _STEPS.value and len(_STEPS.value) > 1:
+            raise ValueError(f"--{flag.name} has no effect with several --steps, a table of samplers; leave it out")
 
 
 def load(**sampling: Any) -> Run:

@@ -30,6 +30,7 @@ from dilm_jax.data import sources, store, tokenizers
 from dilm_jax.data.sources import Row, Split
 from dilm_jax.data.store import Counts, Settings
 from dilm_jax.data.tokenizers import Tokenizer
+from dilm_jax.likelihood import Bounded
 from dilm_jax.processes.registry import PROCESSES, make_process
 from dilm_jax.schedules import LogLinear, concrete_total
 
@@ -375,6 +376,8 @@ def propose_schedule(family: str, tokenizer: Tokenizer, counts: Counts) -> LogLi
         loss_config=config.loss_config(defaults),
         time_sampling=defaults.loss.time_sampling,
     )
+    if not isinstance(process, Bounded):
+        return None
     share = min(1.0, 1e6 / number.sum())  # a million rows say it as well
     sigma_min, sigma_max = coverage.propose(process, np.repeat(values, np.ceil(share * number).astype(int)).tolist())
     return LogLinear(sigma_min=sigma_min, sigma_max=sigma_max)

@@ -71,6 +71,7 @@ WRONG = [
     (GENERATE, ["--workdir={tmp}/nowhere"], "no run in {tmp}/nowhere"),
     (GENERATE, ["--workdir={corrupt}"], "{corrupt}/checkpoints/30 cannot be read"),
     (GENERATE, ["--workdir={run}", "--sampler=leap", "--calls=1"], "calls = 1 has no effect without .*sampler = event"),
+    (EVALUATE, ["--workdir={run}", "--steps=4,8", "--calls=1"], "--calls has no effect with several --steps"),
     (GENERATE, ["--workdir={run}", "--stop_threshold=0"], "stop_threshold = 0.0 has no effect without .*one_by_one"),
     (EVALUATE, ["--workdir={run}", "--steps=9"], "num_steps = 9 has no effect without .*sampler = leap or euler"),
     (GENERATE, ["--workdir={paper}", "--sampler=event"], "sampler='event' reads the length posterior"),

@@ -557,6 +557,14 @@ def test_every_key_that_a_family_reads_changes_its_noise_its_loss_or_its_network
     assert before != after
 
 
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(sampling.SamplingOptions)])
+def test_an_option_has_an_effect_where_the_sampler_of_that_family_reads_it(option):
+    for family, process in PROCESSES.items():
+        for name, options in process.TRAITS.samplers.items():
+            made = tiny.config(family, ("sampling.sampler", name))
+            assert config_lib.has_effect(made, f"sampling.{option}") == (option in options), (family, name)
+
+
 @pytest.mark.parametrize(
     "key", [key for key in config_lib.flatten(config_lib.default_config()) if config_lib.needs(key) != ({},)]
 )

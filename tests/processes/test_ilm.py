@@ -155,7 +155,6 @@ def exact_bound(table) -> np.ndarray:
     """The mean of `nll_draws` over all masks."""
     pairs, process = world(), make()
     canvas, targets = worlds.worlds.corrupted(pairs.pairs, np.zeros(len(pairs.pairs)), L, worlds.VOCABULARY)
-    values = {}
 
     def capture(noised, t, value_of):
         del noised, t
@@ -192,6 +191,44 @@ def test_draws_of_the_bound_have_its_mean():
     each = np.asarray(drawn, np.float64).mean(0).reshape(len(ALL), copies)
     error = abs(each.mean(-1) - exact_bound(table))
     assert (error < 4 * each.std(-1) / copies**0.5 + 1e-4).all()
+
+
+def test_a_prompt_is_neither_paid_for_nor_counted():
+    """Loss and bound of what follows it are those of a text that has no more, where neither is full."""
+    rng, process = np.random.default_rng(5), make()
+    words = [(text.tokens, dropped) for text, dropped in world().pairs if len(text.tokens) < L - 1]
+    table = rng.normal(size=(len(words), S, V)).astype(np.float32), rng.normal(size=len(words)).astype(np.float32)
+    values = []
+    for prompt in ((), (A,)):
+        first = len(prompt)
+        pairs = [
+            (
+                worlds.prompted(
+                    [*((w, True) for w in prompt), *((w, False) for w in tokens)],
+                    [False] * first + [True] * (len(tokens) + 1),
+                ),
+                tuple(first + k for k in dropped),
+            )
+            for tokens, dropped in words
+        ]
+        canvas, targets = worlds.worlds.corrupted(pairs, np.zeros(len(pairs)), L, worlds.VOCABULARY)
+        logits = np.where(np.isin(np.arange(V), worlds.LETTERS), np.roll(table[0], first, axis=1), -np.inf)
+        scores = Scores(logits=jnp.asarray(logits), length_logits=None, stop_logits=jnp.asarray(table[1]))
+
+        class Fixed(ILM):
+            def corrupt(self, key, x0, t, made=(canvas, targets)):
+                return made
+
+        fixed = Fixed(vocabulary=process.vocabulary, max_length=L, loss_config=process.loss_config)
+        ask = lambda canvas, t, value_of, scores=scores: value_of(scores)  # noqa: E731
+        num = len(pairs)
+        values.append(
+            (
+                process.loss(scores, canvas, targets)["loss"],
+                fixed.nll_draws(ask, keys(0, num), jnp.zeros(num), targets.x0, 1),
+            )
+        )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), *values)
 
 
 # --- Sampling --------------------------------------------------------------------------------------------------------

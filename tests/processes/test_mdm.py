@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -115,13 +116,15 @@ def network(wrong: float = 0.0):
     return scores
 
 
-def bound_by_masks(text, scores) -> float:
-    """Σ over sets of masks of (m − 1)!(N − m)!/N!·Σ −log p: ∫ of the rate of revealing times P(these masks at t)."""
+def bound_by_masks(text, scores, num_frozen=0) -> float:
+    """Given its first tokens: Σ over sets of masks of (m − 1)!(N − m)!/N!·Σ −log p, ∫ of the rate of
+    revealing times P(these masks at t)."""
     total, content = 0.0, np.array(fixed(text))
-    for masks in itertools.product([False, True], repeat=L):
-        m = sum(masks)
+    for masks in itertools.product([False], *[[False, True]] * (L - num_frozen)):
+        masks, m = masks[1:], sum(masks)
         if m:
-            weight = 1 / m / len([1 for other in itertools.product([False, True], repeat=L) if sum(other) == m])
+            weight = 1 / m / math.comb(L - num_frozen, m)
+            masks = (*[False] * num_frozen, *masks)
             canvas = canvas_lib.to_canvas(worlds.to_example([worlds.plain(text)], L), VOCABULARY)
             tokens = np.concatenate([[VOCABULARY.cls, VOCABULARY.bos], np.where(masks, MASK, content)])
             logits = np.asarray(
@@ -133,8 +136,10 @@ def bound_by_masks(text, scores) -> float:
     return total
 
 
-def draws(process, scores, text, num):
-    x0 = worlds.to_example([worlds.plain(text)] * num, L)
+def draws(process, scores, text, num, num_frozen=0):
+    pattern = [(word, k < num_frozen) for k, word in enumerate(text)]
+    open_gap = [k >= num_frozen for k in range(len(text) + 1)]
+    x0 = worlds.to_example([worlds.prompted(pattern, open_gap)] * num, L)
     place = (jnp.arange(num) + 0.5) / num
     return np.asarray(
         jax.jit(process.nll_draws, static_argnums=(0, 4))(likelihood.at_once(scores), keys(3, num), place, x0, 3)
@@ -145,9 +150,9 @@ def draws(process, scores, text, num):
 @pytest.mark.parametrize("masking, time_conditioning", [("log_linear", False), ("cosine", True)])
 def test_draws_of_the_bound_have_the_mean_over_all_masks(wrong, masking, time_conditioning):
     process, scores = make(masking, time_conditioning), network(wrong)
-    for text in TEXTS:
-        drawn = draws(process, scores, text, 2000).mean(0)
-        error = abs(drawn.mean() - bound_by_masks(text, scores))
+    for text, num_frozen in [(text, 0) for text in TEXTS] + [((B_, A), 1), ((A, B_, A), 1), ((A, B_, A), 2)]:
+        drawn = draws(process, scores, text, 2000, num_frozen).mean(0)
+        error = abs(drawn.mean() - bound_by_masks(text, scores, num_frozen))
         assert error < 4 * drawn.std() / len(drawn) ** 0.5 + 1e-4, text
 
 
