@@ -95,6 +95,7 @@ def _published(*values: str) -> dict[str, str]:
     return dict(zip(("arm", "mdm", "ilm", "joint", "independent"), values, strict=True))
 
 
+MEDIUM = _published("75.0", "36.5", "100", "100", "98.6")
 TASKS = {
     "star_tiny": Task(config="star_tiny", columns=STAR),
     "star_cross": Task(
@@ -104,7 +105,7 @@ TASKS = {
         num_steps=2_000,
         overrides={"data.difficulty": "cross"} | LITTLE,
         of="the paper, star_medium",
-        published=_published("75.0", "36.5", "100", "100", "98.6"),
+        published=MEDIUM,
     ),
     "star_easy": Task(
         config="star_easy",
@@ -118,7 +119,7 @@ TASKS = {
         config="star_medium",
         columns=STAR,
         variant="small",
-        published=_published("75.0", "36.5", "100", "100", "98.6"),
+        published=MEDIUM,
     ),
     "star_hard": Task(
         config="star_hard",

@@ -208,13 +208,17 @@ def log_mean_length(log_p: Float[Array, "*B K"]) -> Float[Array, "*B"]:
     return log_mean(log_p, jnp.log(jnp.arange(float(log_p.shape[-1]))))
 
 
-def masked_nll(
-    scores: Scores | FusedScores, column: Int[Array, "B Q"], token: Int[Array, "B Q"], masked: Bool[Array, "B Q"]
+def sum_nll(
+    scores: Scores | FusedScores,
+    token: Int[Array, "B Q"],
+    asked: Bool[Array, "B Q"],
+    column: Int[Array, "B Q"] | None = None,
 ) -> Float[Array, " B"]:
-    """Σ −log p(token at column) over the masked ones, in nats."""
-    column = jnp.where(masked, column, 0)
+    """Σ −log p(token at column) over those asked for, in nats; the columns in order unless given."""
+    column = jnp.broadcast_to(jnp.arange(token.shape[1]), token.shape) if column is None else column
+    column = jnp.where(asked, column, 0)
     log_p = scores.at(column, token) - jnp.take_along_axis(scores.lse(), column, axis=-1)
-    return -jnp.where(masked, log_p, 0.0).sum(-1)
+    return -jnp.where(asked, log_p, 0.0).sum(-1)
 
 
 def length_cross_entropy(log_p: Float[Array, "*B K"], n_left: Int[Array, "*B"]) -> Float[Array, "*B"]:

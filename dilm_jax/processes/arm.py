@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import losses
 from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Vocabulary
 from dilm_jax.processes.base import Traits
@@ -71,9 +72,7 @@ class ARM:
     def loss(self, scores, canvas, targets):
         """−log p of the text given its prompt: Σ −log p(token | those before it)."""
         del canvas
-        column = jnp.broadcast_to(jnp.arange(targets.tokens.shape[1]), targets.tokens.shape)
-        log_p = scores.at(column, targets.tokens) - scores.lse()
-        loss = -jnp.where(targets.asked, log_p, 0.0).sum(-1)
+        loss = losses.sum_nll(scores, targets.tokens, targets.asked)
         return {"loss": loss, "loss_token": loss}
 
     def nll_draws(self, network, key, place, x0, num_times):

@@ -180,4 +180,4 @@ class FlexMDM:
         missing = targets.missing
         here = missing.x0.valid & ~missing.dropped
         column = canvas_lib.NUM_SPECIAL_COLUMNS + jnp.cumsum(here, axis=-1) - 1  # of a token that is on the canvas
-        return losses.masked_nll(scores, column, missing.tokens, targets.masked)
+        return losses.sum_nll(scores, missing.tokens, targets.masked, column)

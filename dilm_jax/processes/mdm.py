@@ -148,8 +148,7 @@ def _whole(canvas: Canvas, tokens, frozen) -> Canvas:
 
 
 def _masked_nll(scores, targets: MaskTargets) -> Float[Array, " B"]:
-    column = jnp.broadcast_to(jnp.arange(targets.tokens.shape[1]), targets.tokens.shape)
-    return losses.masked_nll(scores, column, targets.tokens, targets.masked)
+    return losses.sum_nll(scores, targets.tokens, targets.masked)
 
 
 # --- Samplers --------------------------------------------------------------------------------------------------------
