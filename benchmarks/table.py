@@ -60,6 +60,7 @@ LITTLE = {
     "model.width": 64,
     "model.mlp_width": 256,
     "model.cond_width": 64,
+    "optim.warmup_steps": 200,
     "optim.ema_decay": 0.995,
     "eval.batch_size": 500,
     "eval.num_test": 1000,
@@ -112,7 +113,7 @@ TASKS = {
         columns=STAR,
         variant="small",
         num_steps=900,
-        overrides={"eval.num_test": 1000},
+        overrides={"optim.warmup_steps": 100, "optim.ema_decay": 0.99, "eval.num_test": 1000},
         published=_published("32.3", "100", "100", "100", "100"),
     ),
     "star_medium": Task(
