@@ -613,7 +613,8 @@ def insertion_language_model() -> ml_collections.ConfigDict:
 def select(
     config: ml_collections.ConfigDict, variant: str | None, **variants: dict[str, Any]
 ) -> ml_collections.ConfigDict:
-    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`, which ends in seconds.
+    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`, which ends in seconds: samplers
+    with a grid take eight steps.
 
     Raises:
       ValueError: for a variant that the config does not have.
@@ -623,4 +624,6 @@ def select(
     if variant and variant not in variants:
         raise ValueError(f"unknown variant :{variant}; this config has {', '.join(f':{name}' for name in variants)}")
     config.update_from_flattened_dict(variants[variant] if variant else {})
+    if variant == "smoke" and has_effect(config, "sampling.num_steps"):
+        config.sampling.num_steps = 8
     return config
