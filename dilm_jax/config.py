@@ -613,8 +613,8 @@ def insertion_language_model() -> ml_collections.ConfigDict:
 def select(
     config: ml_collections.ConfigDict, variant: str | None, **variants: dict[str, Any]
 ) -> ml_collections.ConfigDict:
-    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`, which ends in seconds: samplers
-    with a grid take eight steps.
+    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`, which ends in seconds:
+    samplers with a grid take eight steps.
 
     Raises:
       ValueError: for a variant that the config does not have.

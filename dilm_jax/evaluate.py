@@ -12,7 +12,6 @@ DIR/quality.json and DIR/quality.png: quality against network calls.
 is then of the split of a run's data, or of `--data=FILE` in tokens of `--tokenizer`. Writes FILE.eval.json.
 """
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -125,13 +124,11 @@ def compare_steps(steps: list[int], judge: TextScorer | None) -> None:
     """The table of quality against network calls."""
     trained, rows = load(), []
     for options in evals.samplers_to_compare(trained.parts, _SAMPLER.value, steps):
-        run = load(**options)
-        run = dataclasses.replace(run, parts=dataclasses.replace(run.parts, task=trained.parts.task))  # with its data
-        card, _ = evaluate(run, judge, bound=False)
+        card, _ = evaluate(trained.with_sampling(**options), judge, bound=False)
         rows.append(card)
         print(evals.format_quality(rows), flush=True)
-    evals.write_card(run.workdir / "quality.json", *rows)
-    evals.plot_quality(rows, run.workdir / "quality.png")
+    evals.write_card(trained.workdir / "quality.json", *rows)
+    evals.plot_quality(rows, trained.workdir / "quality.png")
 
 
 def score_file(path: pathlib.Path, judge: TextScorer | None) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class Run:
     step: int
     params: Any
 
+    def with_sampling(self, **sampling: Any) -> "Run":
+        """The same parameters and data under other values of config.sampling, as `load` takes them."""
+        config = _override(self.config, sampling)
+        parts = dataclasses.replace(config_lib.build(config, self.workdir), task=self.parts.task)
+        return dataclasses.replace(self, config=config, parts=parts)
+
     def evaluate(
         self,
         split: str = "test",
@@ -248,14 +254,8 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
     train.check_float32()
     directory = train.local_directory(workdir)
     config = train.read_config(directory)
-    overrides = {name: value for name, value in sampling.items() if value is not None}
-    config_lib.update(config, {f"sampling.{name}": value for name, value in overrides.items()})
     config.mesh.update({"data": -1, "fsdp": 1, "tensor": 1})  # the devices of this machine, not of the training
-    config_lib.validate_values(config)
-    for name, value in overrides.items():
-        if not config_lib.has_effect(config, f"sampling.{name}"):
-            needed = config_lib.what_is_needed(config, f"sampling.{name}")
-            raise ValueError(f"{name} = {value} has no effect {needed}; leave it out")
+    config = _override(config, sampling)
     parts = config_lib.build(config, directory)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
     checkpointer = Checkpointer(directory / train.CHECKPOINTS)
@@ -264,3 +264,16 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
     params = checkpointer.restore_item(step, "ema", abstract)
     checkpointer.close()
     return Run(workdir=directory, config=config, parts=parts, mesh=mesh, step=step, params=params)
+
+
+def _override(config: ml_collections.ConfigDict, sampling: dict[str, Any]) -> ml_collections.ConfigDict:
+    """A config with other values of config.sampling. Raises ValueError for one that is bad or has no effect."""
+    config = config.copy_and_resolve_references()
+    overrides = {name: value for name, value in sampling.items() if value is not None}
+    config_lib.update(config, {f"sampling.{name}": value for name, value in overrides.items()})
+    config_lib.validate_values(config)
+    for name, value in overrides.items():
+        if not config_lib.has_effect(config, f"sampling.{name}"):
+            needed = config_lib.what_is_needed(config, f"sampling.{name}")
+            raise ValueError(f"{name} = {value} has no effect {needed}; leave it out")
+    return config
