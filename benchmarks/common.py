@@ -242,11 +242,7 @@ def run_timed(command: list[str], workdir: pathlib.Path, cpu_minutes: float | No
     path = workdir / "cpu_seconds"
     spent = float(path.read_text()) if path.is_file() else 0.0
     left = int(60 * cpu_minutes - spent) if cpu_minutes else None
-
-    def limit() -> None:
-        if left:
-            resource.setrlimit(resource.RLIMIT_CPU, (left, left + 60))
-
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (left, left + 60)) if left else None
     code, before = -signal.SIGXCPU, _children_seconds()
     if left is None or left > 0:
         try:

@@ -12,6 +12,7 @@ minutes are those of training and evaluation on CPUs, summed over cores and over
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -25,8 +26,9 @@ from absl import flags
 from flax import nnx
 
 from benchmarks.common import load_config, make_tokenizer, print_row, run_timed, write_json
-from dilm_jax import cli
+from dilm_jax import cli, evals
 from dilm_jax import config as config_lib
+from dilm_jax.judge import PLAIN, Judge
 from dilm_jax.processes.registry import PROCESSES
 
 _TASK = flags.DEFINE_string("task", None, "star_tiny, star_cross, star_easy, … or text.", required=True)
@@ -35,7 +37,7 @@ _BUDGET = flags.DEFINE_integer("budget", None, "Training steps of each run; the 
 _SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs and of the graphs.")
 _VARIANT = flags.DEFINE_string("variant", None, "Of the configs; the task's unless given.")
 _DATA = flags.DEFINE_string("data", "benchmarks/data/sotu.*.txt.gz", "The texts of --task=text: a data.path.")
-_JUDGE = flags.DEFINE_string("judge", None, "A causal language model that scores texts, as evaluate takes it.")
+_JUDGE = flags.DEFINE_string("judge", None, "A causal language model that scores texts.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/table", "Where the runs live.")
 _JSON = flags.DEFINE_string("json", None, "Write the cards here too.")
 
@@ -136,6 +138,8 @@ TASKS = {
         overrides={
             "data.max_length": 126,
             "model.num_layers": 3,
+            "optim.warmup_steps": 100,
+            "optim.ema_decay": 0.99,
             "train.eval_every": 1_000_000,
             "eval.num_test": 500,
         },
@@ -148,6 +152,7 @@ TASKS = {
                 "optim.clip_norm": 100.0,
             },
             "independent": {"process.schedule.sigma_min": 1.0, "process.schedule.sigma_max": 40.0},
+            "flexmdm": {"sampling.num_steps": 128},
         },
         of="the paper, LM1B: judge NLL, entropy, tokens",
         published=_published("3.94, 3.12, 30", "4.81, 3.70, 85", "4.67, 2.80, 21", "4.65, 2.87, 30", "4.76, 2.99, 48"),
@@ -170,18 +175,26 @@ class Run:
         main = [sys.executable, "-m", "dilm_jax.main", f"--config={self.config_file}", f"--workdir={self.workdir}"]
         if not self._read():
             run_timed([*main, *changed], self.workdir)
-        judged, spent = self.workdir / "judge", self.workdir / "cpu_seconds"
-        if _JUDGE.value and not (judged.is_file() and judged.read_text() == _JUDGE.value):
-            of_the_same = [f"--num={self._read()['n']}", f"--judge={_JUDGE.value}", f"--workdir={self.workdir}"]
-            run_timed([sys.executable, "-m", "dilm_jax.evaluate", *of_the_same], self.workdir)
-            judged.write_text(_JUDGE.value)
+        spent = self.workdir / "cpu_seconds"
         minutes = float(spent.read_text()) / 60 if spent.is_file() else None
-        return self._read() | {"parameters": self.num_parameters, "minutes": minutes}
+        judged = self._judged(_JUDGE.value) if _JUDGE.value else {}
+        return self._read() | judged | {"parameters": self.num_parameters, "minutes": minutes}
 
     def _read(self) -> dict[str, Any]:
         """eval.json; empty before training is complete."""
         path = self.workdir / "eval.json"
         return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _judged(self, name: str) -> dict[str, Any]:
+        """What a judge says of the samples that ended training, beside the data."""
+        path = self.workdir / "judged.json"
+        said = json.loads(path.read_text()) if path.is_file() else {}
+        if said.get("judged by") != name:
+            samples = map(json.loads, (self.workdir / "samples" / "test.jsonl").read_text().splitlines())
+            texts, generated = zip(*((row["answer"], row["generated"]) for row in samples), strict=True)
+            said = evals.judged(_scorer(name), list(texts), list(generated)) | {"judged by": name}
+            path.write_text(json.dumps(said))
+        return said
 
 
 def plan(family: str, seed: int) -> Run:
@@ -216,6 +229,11 @@ def count_parameters(config: ml_collections.ConfigDict, mlp_width: int | None = 
     model = parts.model | ({"mlp_width": mlp_width} if mlp_width else {})
     made = jax.eval_shape(lambda: nnx.state(dataclasses.replace(parts, model=model).init_network(0), nnx.Param))
     return sum(leaf.size for leaf in jax.tree.leaves(made))
+
+
+@functools.cache
+def _scorer(name: str) -> evals.TextScorer:
+    return functools.partial(Judge.load(name).score, protocol=PLAIN)
 
 
 def _tokenizer(directory: pathlib.Path) -> pathlib.Path:
