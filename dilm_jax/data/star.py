@@ -9,7 +9,7 @@ separators. Node k is token k; the ids of a graph are drawn without repetition.
 | tiny   | 2    | 3            | 2 (it is the source)   | 6        | 10     | 4      | 14  |
 | easy   | 3    | 5            | 4 (it is the source)   | 20       | 26     | 8      | 34  |
 | medium | 3    | 3–6          | at least 2             | 20       | 14–32  | 4–10   | 42  |
-| cross  | 2    | 3–5            | at least 1             | 10       | 10–18  | 4–8    | 26  |
+| cross  | 2    | 3–4            | at least 1             | 8        | 10–14  | 4–6    | 20  |
 | hard   | 5    | 6–12         | at least 5             | 56       | 52–112 | 10–22  | 134 |
 
 Arm lengths (centre counted) are uniform, and so is the index at which an arm crosses the centre, from 0 to
@@ -83,7 +83,7 @@ TASKS = {
         StarTask(name="tiny", num_arms=2, min_nodes=3, max_nodes=3, nodes_after_centre=2, num_ids=6),
         StarTask(name="easy", num_arms=3, min_nodes=5, max_nodes=5, nodes_after_centre=4, num_ids=20),
         StarTask(name="medium", num_arms=3, min_nodes=3, max_nodes=6, nodes_after_centre=2, num_ids=20),
-        StarTask(name="cross", num_arms=2, min_nodes=3, max_nodes=5, nodes_after_centre=1, num_ids=10),
+        StarTask(name="cross", num_arms=2, min_nodes=3, max_nodes=4, nodes_after_centre=1, num_ids=8),
         StarTask(name="hard", num_arms=5, min_nodes=6, max_nodes=12, nodes_after_centre=5, num_ids=56),
     )
 }
