@@ -1,6 +1,7 @@
 """Texts of your own: `--config.data.path=FILE`, a line a text, in bytes. ILM.
 
-Every stage of a text counts (the bound), with the exact kernel; one insertion a call, until the text is complete.
+Every stage of a text counts (the bound), with the exact kernel; one insertion a call, until a draw of the
+classifier says that the text is complete.
 Network and data are as in text_joint.py. `:large` is the paper's network.
 """
 
@@ -13,7 +14,7 @@ def get_config(variant=None):
     config.data.max_length = 256
     config.process.family = "ilm"
     config.loss.weighting = "elbo"
-    config.sampling.update(sampler="one_by_one", gap_temperature=1.0)
+    config.sampling.update(sampler="one_by_one", gap_temperature=1.0, stop_threshold=0.0)
     config.batch_size = 32
     config.num_steps = 5_000
     config.model.update(
