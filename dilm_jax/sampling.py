@@ -71,12 +71,26 @@ class Filter:
             kth = jax.lax.top_k(logits, self.top_k)[0][..., -1:]
             logits = jnp.where(logits >= kth, logits, -jnp.inf)
         if self.top_p < 1:
-            ordered = -jnp.sort(-logits, axis=-1)
-            probs = jax.nn.softmax(ordered, axis=-1)
-            before = jnp.cumsum(probs, axis=-1) - probs  # probability of all larger entries
-            smallest = jnp.min(jnp.where(before < self.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-            logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+            logits = jnp.where(_in_top_p(logits, self.top_p), logits, -jnp.inf)
         return logits
+
+
+def _in_top_p(logits: Float[Array, "*B N"], top_p: float) -> Bool[Array, "*B N"]:
+    """Whether all larger entries have less than p of the probability. The smallest such entry is found by halving the
+    range of float32, whose bits order them as integers: 32 sums, where a sort is many times as slow."""
+    probs = jax.nn.softmax(logits, axis=-1)
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)  # −0 is no less than 0
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+    def halve(_, bounds):
+        low, high = bounds  # the entry is in [low, high]
+        middle = low + (high - low) // 2
+        larger = jnp.where(order > middle, probs, 0.0).sum(-1, keepdims=True)
+        return jnp.where(larger < top_p, low, middle + 1), jnp.where(larger < top_p, middle, high)
+
+    low = jnp.zeros_like(order[..., :1])
+    smallest, _ = jax.lax.fori_loop(0, 32, halve, (low, jnp.full_like(low, 2**32 - 1)))
+    return order >= smallest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -69,9 +69,20 @@ def test_top_p_keeps_the_token_that_crosses(top_p, kept):
     assert np.isfinite(filtered[2])
 
 
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0])
+def test_top_p_of_a_vocabulary_is_that_of_sorting_it(spread):
+    logits = np.random.default_rng(0).normal(size=(4, 50_257)).astype(np.float32) * spread
+    logits[:, ::7] = -np.inf
+    kept = np.isfinite(Filter(top_p=0.9)(jnp.asarray(logits))).sum(-1)
+    largest_first = -np.sort(-logits.astype(np.float64), axis=-1)
+    mass = np.exp(largest_first - largest_first[:, :1]).cumsum(-1)
+    wanted = (mass < 0.9 * mass[:, -1:]).sum(-1) + 1
+    np.testing.assert_allclose(kept, wanted, atol=2)  # float32 sums
+
+
 def test_filters_keep_all_that_tie():
     """Entries equal to the smallest kept one stay, as in Hugging Face's top-k; its top-p breaks ties by sort order."""
-    tied = jnp.array([0.0, 1.0, 0.0, 0.0])
+    tied = jnp.array([0.0, 1.0, -0.0, 0.0])
     np.testing.assert_array_equal(Filter(top_k=2)(tied), tied)
     np.testing.assert_array_equal(Filter(top_p=0.6)(tied), tied)
 
