@@ -189,10 +189,10 @@ class Run:
         """What a judge says of the samples that ended training, beside the data."""
         path = self.workdir / "judged.json"
         said = json.loads(path.read_text()) if path.is_file() else {}
-        if said.get("judged by") != name:
+        if said.get("judged_by") != name:
             samples = map(json.loads, (self.workdir / "samples" / "test.jsonl").read_text().splitlines())
             texts, generated = zip(*((row["answer"], row["generated"]) for row in samples), strict=True)
-            said = evals.judged(_scorer(name), list(texts), list(generated)) | {"judged by": name}
+            said = evals.judged(_scorer(name), list(texts), list(generated)) | {"judged_by": name}
             path.write_text(json.dumps(said))
         return said
 
@@ -260,6 +260,8 @@ def main() -> None:
         if unknown := [name for name in value if name not in known]:
             raise ValueError(f"--{flag}={unknown[0]} is unknown: choose of {', '.join(known)}")
     task = TASKS[_TASK.value]
+    if _JUDGE.value and not task.of_text:
+        raise ValueError(f"--judge scores texts, but --task={_TASK.value} is of graphs; leave it out")
     cards = {family: [plan(family, int(seed)).card() for seed in _SEEDS.value] for family in families}
     columns = {"parameters": "parameters"} | dict(task.columns) | {"minutes": "minutes"}
     print_row(["family", *columns, *([task.of] if task.published else [])], header=True)

@@ -610,20 +610,23 @@ def insertion_language_model() -> ml_collections.ConfigDict:
     return config
 
 
+def smoke(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """What lets a config end in seconds, by dotted key: samplers with a grid take eight steps."""
+    text = LM_SMOKE if config.data.source == "text" else {}
+    grid = {"sampling.num_steps": 8} if has_effect(config, "sampling.num_steps") else {}
+    return SMOKE | text | grid
+
+
 def select(
     config: ml_collections.ConfigDict, variant: str | None, **variants: dict[str, Any]
 ) -> ml_collections.ConfigDict:
-    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`, which ends in seconds:
-    samplers with a grid take eight steps.
+    """Applies the overrides of a variant, given by dotted key. Every config has `smoke`.
 
     Raises:
       ValueError: for a variant that the config does not have.
     """
-    smoke = SMOKE | (LM_SMOKE if config.data.source == "text" else {})
-    variants = {"smoke": smoke, **variants}
+    variants = {"smoke": smoke(config), **variants}
     if variant and variant not in variants:
         raise ValueError(f"unknown variant :{variant}; this config has {', '.join(f':{name}' for name in variants)}")
     config.update_from_flattened_dict(variants[variant] if variant else {})
-    if variant == "smoke" and has_effect(config, "sampling.num_steps"):
-        config.sampling.num_steps = 8
     return config

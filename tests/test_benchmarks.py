@@ -81,6 +81,13 @@ def test_a_table_trains_what_is_not_complete_and_reads_what_is(tmp_path):
     assert first["cards"]["arm"][0]["parameters"] == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.slow
+def test_a_table_of_graphs_has_no_judge(tmp_path):
+    argv = ["--task=star_easy", "--variant=smoke", "--budget=3", "--families=arm", "--judge=any"]
+    result = children.command("benchmarks.table", *argv, f"--workdir={tmp_path}").result()
+    assert result.code and "--judge scores texts, but --task=star_easy is of graphs; leave it out" in result.err
+
+
 OF_A_TEXT_RUN = {
     "quality": ["--num=4", "--masks=5", "--lengths=5", "--only=event, 1"],
     "text": ["--num_samples=10", "--times=1"],

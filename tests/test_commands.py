@@ -216,9 +216,7 @@ def test_every_config_trains(path, tmp_path):
 )
 def test_the_settings_of_the_paper_train_with_a_small_network(path, tmp_path):
     """One task of each kind: the settings are the same for all, but for the schedule."""
-    text = {} if path.stem.startswith("star") else config_lib.LM_SMOKE
-    few = {"sampling.num_steps": 8} if config_lib.has_effect(load_config(path, "paper"), "sampling.num_steps") else {}
-    overrides = flags(config_lib.SMOKE | text | few | {"num_steps": 1})
+    overrides = flags(config_lib.smoke(load_config(path, "paper")) | {"num_steps": 1})
     result = children.command(MAIN, f"--config={path}:paper", f"--workdir={tmp_path}", *overrides).result()
     assert result.code == 0, result.err
 
