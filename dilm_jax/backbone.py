@@ -30,8 +30,10 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 
+from dilm_jax.attention import attention
 from dilm_jax.canvas import CLS_COLUMN, Canvas
 from dilm_jax.packing import Packing
 from dilm_jax.scores import FusedScores, LastScores, Scores, TokenHead, fused_lse
@@ -138,13 +140,16 @@ class Transformer(nnx.Module):
         dropout_keys: Key[Array, " B"] | None = None,
         packing: Packing | None = None,
         num_chunks: int | None = None,
+        mesh: Mesh | None = None,
     ) -> Scores | FusedScores:
         """Scores of every gap of a canvas at noising time `time` in [0, 1].
 
         `time` is not read unless `spec.uses_time`. Row b drops activations by `dropout_keys[b]` alone; None (or a
-        rate of zero) drops nothing. Columns of segment 0 are PAD: whatever they hold, the others do not see it.
+        rate of zero) drops nothing. Columns of segment 0 are PAD: whatever they hold, the others do not see it. Without
+        a `packing` a row is one canvas: one segment, in its first columns (attention.cudnn counts on it).
         With `num_chunks` scores are not held but computed in so many parts when asked for; with a `packing`, too, the
-        canvases are computed where they lie in its rows. Both give the same scores.
+        canvases are computed where they lie in its rows. Both give the same scores. `mesh` is where rows and heads are
+        split, if they are.
         """
         if packing is not None and num_chunks is None:
             raise ValueError("a packing needs num_chunks: the scores of packed canvases are not held")
@@ -153,7 +158,8 @@ class Transformer(nnx.Module):
         first = operator.itemgetter((slice(None), CLS_COLUMN)) if packing is None else packing.first_of
         rows = canvas if packing is None else packing.pack(canvas)
         cond = self._embed_time(time) if self.spec.uses_time else None
-        x, _ = self._run_blocks(self._embed_canvas(rows), self._context(rows, cond, spread, dropout_keys))
+        context = self._context(rows, cond, spread, dropout_keys, mesh, packed=packing is not None)
+        x, _ = self._run_blocks(self._embed_canvas(rows), context)
 
         hidden = self.final_norm(x, cond, spread)
         length_logits = stop_logits = None
@@ -180,10 +186,10 @@ class Transformer(nnx.Module):
             head=head,
         )
 
-    def prefill(self, canvas: Canvas, time: Float[Array, " B"] | None) -> "Kept":
+    def prefill(self, canvas: Canvas, time: Float[Array, " B"] | None, mesh: Mesh | None = None) -> "Kept":
         """Keys and values of every column, for `extend`."""
         cond = self._embed_time(time) if self.spec.uses_time else None
-        context = self._context(canvas, cond, lambda x: x[:, None], None)
+        context = self._context(canvas, cond, lambda x: x[:, None], None, mesh)
         kept: Any = self._run_blocks(self._embed_canvas(canvas), context, keep=True)[1]
         return kept
 
@@ -199,8 +205,8 @@ class Transformer(nnx.Module):
         column = dataclasses.replace(canvas, **{name: take(getattr(canvas, name)) for name in fields})
         cond = self._embed_time(time) if self.spec.uses_time else None
         seen = (jnp.arange(canvas.num_columns) <= last) & (canvas.segment == column.segment)
-        context = self._context(column, cond, lambda x: x[:, None], None)
-        context = dataclasses.replace(context, mask=seen[:, None, None], column=last[:, 0])
+        context = self._context(column, cond, lambda x: x[:, None], None, None)
+        context = dataclasses.replace(context, segment=canvas.segment, seen=seen, column=last[:, 0])
         x, after = self._run_blocks(self._embed_canvas(column), context, kept)
         hidden = self.final_norm(x, cond, context.spread)
         return LastScores(self._token_head().scores(hidden, self.head.kernel[...])[:, 0]), after
@@ -219,15 +225,23 @@ class Transformer(nnx.Module):
         x = self.embed["token"](canvas.tokens) + self.embed["flags"](flags)
         return jnp.where((canvas.segment > 0)[..., None], x, 0)  # an id outside the vocabulary embeds as NaN
 
-    def _context(self, canvas: Canvas, cond, spread, dropout_keys) -> "Context":
+    def _context(self, canvas: Canvas, cond, spread, dropout_keys, mesh, packed: bool = False) -> "Context":
         cos, sin = rope(canvas.position, self.head_width, self.rope_theta)
-        same = canvas.segment[:, :, None] == canvas.segment[:, None, :]  # PAD sees PAD, so no row is without a key
         if dropout_keys is not None:
             impl = jax.random.key_impl(dropout_keys)
             keys = jax.random.wrap_key_data(spread(jax.random.key_data(dropout_keys)), impl=impl)
             keys = jnp.broadcast_to(keys, canvas.position.shape)
             dropout_keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, canvas.position)
-        return Context(cond=cond, spread=spread, cos=cos, sin=sin, mask=same[:, None], dropout_keys=dropout_keys)
+        return Context(
+            cond=cond,
+            spread=spread,
+            cos=cos,
+            sin=sin,
+            segment=canvas.segment,
+            packed=packed,
+            mesh=mesh,
+            dropout_keys=dropout_keys,
+        )
 
     def _run_blocks(self, x, context: "Context", kept: "Kept | None" = None, keep: bool = False) -> tuple[Array, Any]:
         """The last block's columns [B, S, D] and, of `kept` or to `keep`, each block's keys and values."""
@@ -259,9 +273,12 @@ class Context:
     spread: Callable[[Array], Array]  # their values to columns [B, S, …]
     cos: Float[Array, "B S 1 R"]
     sin: Float[Array, "B S 1 R"]
-    mask: Bool[Array, "B 1 S S"]  # may a column (third axis) attend to another (fourth)?
+    segment: Int[Array, "B S"]  # of all columns, whichever are computed
+    packed: bool  # else a row holds one canvas
+    mesh: Mesh | None  # where rows and heads are split
     dropout_keys: Key[Array, "B S"] | None
     column: Int[Array, " B"] | None = None  # the one of each row that is computed; None: all
+    seen: Bool[Array, "B S"] | None = None  # the kept columns that it attends to
 
 
 Kept = tuple[Array, Array]  # keys and values [layers, B, S, N, H]
@@ -308,8 +325,16 @@ class Block(nnx.Module):
         if context.column is not None:
             at = jnp.arange(B), context.column
             k, v = (old.at[at].set(new[:, 0]) for old, new in zip(kept, (k, v), strict=True))
-        causal = self.causal and context.column is None  # of one column the mask says it all
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=context.mask, is_causal=causal)
+        mixed = attention(
+            q,
+            k,
+            v,
+            context.segment,
+            causal=self.causal,
+            packed=context.packed,
+            mesh=context.mesh,
+            seen=context.seen,
+        )
         return self.attention["out"](mixed.reshape(B, S, D)), (k, v)
 
 

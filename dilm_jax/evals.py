@@ -54,7 +54,7 @@ def network(parts: Parts, mesh) -> Callable:
         columns = (canvas.tokens if packing is None else packing.source).size
         chunks = num_chunks(columns // sharding.num_shards(mesh), parts.process.vocabulary.size) if fused else None
         with jax.default_matmul_precision(parts.matmul_precision):
-            return module(params)(canvas, time, dropout_keys, packing, chunks)
+            return module(params)(canvas, time, dropout_keys, packing, chunks, mesh)
 
     return apply
 
@@ -65,12 +65,12 @@ def for_sampling(parts: Parts, mesh, params) -> sampling.Network | sampling.Cach
         return functools.partial(network(parts, mesh), params)
     module = _module(parts, mesh)
 
-    def call(method, *args):
+    def call(method, *args, **kwargs):
         with jax.default_matmul_precision(parts.matmul_precision):
-            return getattr(module(params), method)(*args)
+            return getattr(module(params), method)(*args, **kwargs)
 
     return sampling.Cached(
-        prefill=functools.partial(call, "prefill"),
+        prefill=functools.partial(call, "prefill", mesh=mesh),
         extend=functools.partial(call, "extend"),
     )
 
