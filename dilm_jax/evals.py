@@ -28,7 +28,7 @@ from dilm_jax.data.text import TextTask
 from dilm_jax.judge import JudgeResult
 from dilm_jax.processes.base import Process
 from dilm_jax.request import Request
-from dilm_jax.scores import LastScores, Scores, num_chunks
+from dilm_jax.scores import LastScores, OfAllGaps, num_chunks
 
 
 @struct.dataclass
@@ -59,10 +59,19 @@ def network(parts: Parts, mesh) -> Callable:
     return apply
 
 
-def for_sampling(parts: Parts, mesh, params) -> sampling.Network | sampling.Cached:
-    """The network, with what it has computed of a text's beginning kept where texts only grow at their end."""
+def for_sampling(
+    parts: Parts, mesh, params, forbids: bool = False
+) -> sampling.Network | sampling.Packed | sampling.Cached:
+    """The network, with what it has computed of a text's beginning kept where texts only grow at their end; packed
+    where they grow anywhere, unless a request `forbids` tokens, which needs scores that are held."""
+    apply = functools.partial(network(parts, mesh), params)
     if not parts.process.spec.append_only:
-        return functools.partial(network(parts, mesh), params)
+        if forbids or not parts.process.TRAITS.grows:
+            return apply
+        return sampling.Packed(
+            call=lambda canvas, clock, packing: apply(canvas, clock, packing=packing, fused=True),
+            num_shards=sharding.num_shards(mesh),
+        )
     module = _module(parts, mesh)
 
     def call(method, *args, **kwargs):
@@ -118,7 +127,8 @@ def make_sampler(parts: Parts, mesh, trace: bool = False) -> Callable[..., Sampl
         key = row_keys(seed, index)
         goes = x0.free if request is None else jnp.zeros_like(x0.free)
         prompt, _ = canvas_lib.drop_tokens(x0, goes, parts.process.vocabulary)
-        net = for_sampling(parts, mesh, params)
+        forbids = request is not None and request.forbidden is not None
+        net = for_sampling(parts, mesh, params, forbids)
         state = sampling.generate(net, sampler, key, prompt, parts.filters, request, parts.corrector, rates)
         tokens, length = sampler.decode(state.canvas)
         group = None if state.request is None else state.request.group
@@ -128,7 +138,7 @@ def make_sampler(parts: Parts, mesh, trace: bool = False) -> Callable[..., Sampl
 
 
 def log_gap_rates(
-    process: Process, scores: Scores | LastScores, canvas: Canvas, t: Float[Array, " B"]
+    process: Process, scores: OfAllGaps | LastScores, canvas: Canvas, t: Float[Array, " B"]
 ) -> Float[Array, "B S"]:
     """log of the rate at which each gap gets tokens; NaN where the family has no rate of each insertion."""
     if isinstance(scores, LastScores) or not isinstance(process, likelihood.Bounded):

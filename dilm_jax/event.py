@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
 from dilm_jax.sampling import Filters, Move, Noise, begin, categorical, conditioned, draw_every_gap, move, undo
-from dilm_jax.scores import Scores
+from dilm_jax.scores import OfAllGaps
 
 SEARCH_ROUNDS = 20  # of l given t and t given l, for a context
 Times = Float[Array, " B"]
 # (key, scores, canvas, fire [B], filters) → one insertion a row that fires, at most: insert [B, S] and tokens [B, S].
-DrawOne = Callable[[Any, Scores, Canvas, Bool[Array, " B"], Filters], tuple[Array, Array]]
-DrawGaps = Callable[[Any, Scores, Canvas, Int[Array, " B"], Filters], tuple[Array, Array]]  # the same, `count` of them
+DrawOne = Callable[[Any, OfAllGaps, Canvas, Bool[Array, " B"], Filters], tuple[Array, Array]]
+DrawGaps = Callable[[Any, OfAllGaps, Canvas, Int[Array, " B"], Filters], tuple[Array, Array]]  # `count` of them
 
 
 @struct.dataclass
@@ -67,7 +67,7 @@ class OrderStatistics:
     eps: float
     calls: int
     events_per_call: int
-    log_p_left: Callable[[Scores, Canvas], Float[Array, "B K"]]
+    log_p_left: Callable[[OfAllGaps, Canvas], Float[Array, "B K"]]
     # (key, canvas, l, t, k) → time of the k-th insertion, or of the first if k is None
     next_time: Callable[[Any, Canvas, Int[Array, " B"], Times, Int[Array, " B"] | None], Times]
     time_of: Callable[[Any, Int[Array, " B"]], Times]  # (key, l) → t of a canvas from which l tokens are missing
@@ -140,7 +140,7 @@ class OrderStatistics:
 class Missing(Protocol):
     """The family's rate, as −d log M(t)/dt times the expected number of missing tokens."""
 
-    def expected_left(self, scores: Scores, canvas: Canvas) -> Float[Array, " B"]:
+    def expected_left(self, scores: OfAllGaps, canvas: Canvas) -> Float[Array, " B"]:
         """How many tokens are missing, in expectation."""
         ...
 
@@ -223,7 +223,7 @@ def _at(time: Times) -> Proposal:
 class GapNumbers(Protocol):
     """What a family says of how many tokens are missing from each gap."""
 
-    def log_p_left(self, scores: Scores, canvas: Canvas) -> Float[Array, "B S K"]:
+    def log_p_left(self, scores: OfAllGaps, canvas: Canvas) -> Float[Array, "B S K"]:
         """log p_i(l) of each gap."""
         ...
 
@@ -262,9 +262,9 @@ class ManyEvents:
         scores, canvas, state = conditioned(scores, state, self.max_length)
         left = categorical(k_left, self.law.log_p_left(scores, canvas))
         due = canvas.open_gap & (left > 0)
-        wait = jax.vmap(lambda k: jax.random.exponential(k, (2, *left.shape[1:])))(k_time)
-        first = jnp.where(due, -wait[:, 0] / jnp.maximum(left, 1), -jnp.inf)  # log of M(s)/M(t)
-        second = jnp.where(due & (left > 1), first - wait[:, 1] / jnp.maximum(left - 1, 1), -jnp.inf)
+        wait = jax.vmap(lambda k: jax.random.exponential(k, (left.shape[1], 2)))(k_time)
+        first = jnp.where(due, -wait[..., 0] / jnp.maximum(left, 1), -jnp.inf)  # log of M(s)/M(t)
+        second = jnp.where(due & (left > 1), first - wait[..., 1] / jnp.maximum(left - 1, 1), -jnp.inf)
         kth = jnp.sort(first, axis=-1)[:, -min(self.events_per_call, first.shape[-1])]
         fire = due & (first >= kth[:, None]) & (first > second.max(-1, keepdims=True))
         insert, tokens = draw_every_gap(k_draw, scores, canvas, fire, filters)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas
-from dilm_jax.scores import LastScores, Scores
+from dilm_jax.scores import FusedScores, LastScores, OfAllGaps
 
 NO_GROUP = -1
 UNBOUNDED = 2**20  # as at_most
@@ -47,7 +47,7 @@ class Request:
     total_at_most: Int[Array, " B"]
     drawn: Bool[Array, "B G"]  # at_least = at_most is a number that was drawn, or asked for
     inserted: Int[Array, "B G"]  # so far
-    forbidden: Bool[Array, "B V"]  # tokens that are never inserted
+    forbidden: Bool[Array, "B V"] | None  # tokens that are never inserted
 
     @property
     def owed(self) -> Int[Array, "B G"]:
@@ -108,9 +108,10 @@ def build(
     fields: dict[str, Any] = {"group": group, "at_least": bounds[0], "at_most": bounds[1]}
     fields |= {"total_at_least": of_total[:, 0], "total_at_most": of_total[:, 1], "drawn": np.zeros((B, G), bool)}
     fields["inserted"] = np.zeros((B, G), np.int32)
-    fields["forbidden"] = np.zeros((B, vocab_size), bool)
+    never = np.zeros((B, vocab_size), bool)
     for b, ids in enumerate(forbidden):
-        fields["forbidden"][b, ids] = True
+        never[b, ids] = True
+    fields["forbidden"] = never if never.any() else None
     return Request(**fields)
 
 
@@ -155,14 +156,16 @@ def by_group(request: Request, columns: Bool[Array, "B S"]) -> Int[Array, "B G"]
 
 
 def condition(
-    key: Key[Array, " B"], scores: Scores | LastScores, canvas: Canvas, request: Request, max_length: int
-) -> tuple[Scores | LastScores, Canvas, Request]:
+    key: Key[Array, " B"], scores: OfAllGaps | LastScores, canvas: Canvas, request: Request, max_length: int
+) -> tuple[OfAllGaps | LastScores, Canvas, Request]:
     """Scores whose length posterior (where there is one) is that of the request, without forbidden tokens, the canvas
     whose open gaps are those that may fire, and the request, with numbers drawn that one posterior a gap needs drawn
     once."""
     room = canvas_lib.room(canvas, max_length)
-    scores = scores.without(request.forbidden)
-    if isinstance(scores, Scores) and scores.length_logits is not None:
+    if request.forbidden is not None:
+        assert not isinstance(scores, FusedScores)
+        scores = scores.without(request.forbidden)
+    if not isinstance(scores, LastScores) and scores.length_logits is not None:
         logits = scores.length_logits
         if logits.ndim == 2:
             logits = _of_row(logits, scores.lse(), canvas, request, room)

@@ -2,7 +2,8 @@
 
 While any row is unfinished the network is called at (canvas, clock) and the sampler advances by one reverse
 move. A sampler knows the family's law of insertions; the loop knows neither family nor network. Row b depends on
-key b and its own canvas alone.
+key b and its own canvas alone, but for the rounding of sums: beside which others a network computes it may differ
+(`Packed`).
 """
 
 import dataclasses
@@ -16,13 +17,17 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import packing as packing_lib
 from dilm_jax import request as request_lib
 from dilm_jax.canvas import Canvas, Example, InsertionTargets
+from dilm_jax.packing import Packing
 from dilm_jax.request import Request
-from dilm_jax.scores import LastScores, Scores
+from dilm_jax.scores import LastScores, OfAllGaps
 
 FOR_NUMBERS, FOR_PLACES = 2**16, 2**16 + 1  # children of a row's key that requests draw from
-Network = Callable[[Canvas, Float[Array, " B"]], Scores]
+LEAST_COLUMNS = 512  # that a call of a packed network computes on a shard
+AT_ONCE = 8  # columns of a row whose tokens are drawn at a time
+Network = Callable[[Canvas, Float[Array, " B"]], OfAllGaps]
 # (scores, canvas, t) → log of the rate at which each gap gets tokens, a unit of noising time
 LogGapRates = Callable[[Any, Canvas, Float[Array, " B"]], Float[Array, "B S"]]
 
@@ -114,6 +119,49 @@ class Cached:
     extend: Callable[[Canvas, Float[Array, " B"], Any], tuple[LastScores, Any]]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A network for canvases that fill little by little: of each call it computes the unfinished rows alone, several of
+    them in a row of its own, and one for all that show it the same (as empty canvases at t = 1 do).
+
+    Attributes:
+      call: (canvas, clock, packing or None) → scores.
+      num_shards: over which rows are spread, evenly.
+    """
+
+    call: Callable[[Canvas, Float[Array, " B"], Packing | None], OfAllGaps]
+    num_shards: int
+
+    def over(self, state: "State", move_by: Callable[[OfAllGaps, "State"], "State"]) -> "State":
+        """`move_by` the scores of a state. There is a program for each of a few numbers of rows; the least that holds
+        all is run. The last has a canvas a row."""
+        canvas, clock = state.canvas, state.clock
+        counts, width = self.sizes(*canvas.tokens.shape)
+        if not counts:
+            return move_by(self.call(canvas, clock, None), state)
+        slots = packing_lib.in_slots(canvas.length, ~state.done, (canvas, clock), width, self.num_shards)
+
+        def with_rows(num_rows):
+            return lambda state: move_by(
+                self.call(canvas, clock, slots.packing(canvas.length, canvas.num_columns, num_rows, width)), state
+            )
+
+        def with_all(state):
+            return move_by(self.call(canvas, clock, None), state)
+
+        program = (slots.rows_needed > jnp.array(counts)).sum()
+        return jax.lax.switch(program, [*map(with_rows, counts), with_all], state)
+
+    def sizes(self, num_canvases: int, num_columns: int) -> tuple[list[int], int]:
+        """Numbers of packed rows on a shard, each twice the one before, and the columns of such a row: room for two of
+        the longest canvases, so that of those just longer than a half of one three fit. Few canvases are not packed:
+        each number is a program more to compile."""
+        width, columns = 2 * (num_columns + -num_columns % 8), num_canvases // self.num_shards * num_columns
+        least = LEAST_COLUMNS if columns >= 8 * LEAST_COLUMNS else columns
+        counts = {-(-(least << i) // width) for i in range(columns.bit_length())}
+        return sorted(count for count in counts if count * width < columns), width
+
+
 # --- Drawing insertions ----------------------------------------------------------------------------------------------
 
 
@@ -130,7 +178,7 @@ class Move:
 
 
 def draw_one_gap(
-    key: Key[Array, " B"], scores: Scores, canvas: Canvas, count: Int[Array, " B"], filters: Filters
+    key: Key[Array, " B"], scores: OfAllGaps, canvas: Canvas, count: Int[Array, " B"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
     """(gap, token) of one insertion a row from the joint softmax where `count` is above 0: the gap from the logsumexp
     over tokens, then the token. A flat argmax over gaps × vocabulary ties in float32 (docs/MATH.md 6c)."""
@@ -140,7 +188,7 @@ def draw_one_gap(
 def draw_insertion(
     key: Key[Array, " B"],
     gap_logits: Float[Array, "B S"],
-    scores: Scores,
+    scores: OfAllGaps,
     canvas: Canvas,
     fire: Bool[Array, " B"],
     filters: Filters,
@@ -148,13 +196,13 @@ def draw_insertion(
     """One insertion a row: an open gap by its logit, then the token from the gap's softmax."""
     k_gap, k_token = canvas_lib.split_keys(key, 2)
     gap = categorical(k_gap, filters.gap(jnp.where(canvas.open_gap, gap_logits, -jnp.inf)))
-    token = categorical(k_token, filters.token(scores.of_gap(gap)))
+    token = categorical(k_token, filters.token(scores.of_gaps(gap[:, None])[:, 0]))
     insert = (jnp.arange(canvas.num_columns) == gap[:, None]) & (fire & canvas.open_gap.any(-1))[:, None]
     return insert, jnp.broadcast_to(token[:, None], insert.shape)
 
 
 def draw_gaps(
-    key: Key[Array, " B"], scores: Scores, canvas: Canvas, count: Int[Array, " B"], filters: Filters
+    key: Key[Array, " B"], scores: OfAllGaps, canvas: Canvas, count: Int[Array, " B"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
     """`count` insertions a row: repeated draws from the joint softmax, but those into a gap that was drawn before (the
     largest of perturbed logits are such draws). Fewer where fewer gaps are open, or left by the filter."""
@@ -166,10 +214,36 @@ def draw_gaps(
 
 
 def draw_every_gap(
-    key: Key[Array, " B"], scores: Scores, canvas: Canvas, fire: Bool[Array, "B S"], filters: Filters
+    key: Key[Array, " B"], scores: OfAllGaps, canvas: Canvas, fire: Bool[Array, "B S"], filters: Filters
 ) -> tuple[Bool[Array, "B S"], Int[Array, "B S"]]:
     """A token for each gap that fires, from the gap's own softmax."""
-    return fire & canvas.open_gap, categorical(key, filters.token(scores.dense()))
+    fire = fire & canvas.open_gap
+    return fire, draw_tokens(key, scores.of_gaps, fire, filters.token)
+
+
+def draw_tokens(
+    key: Key[Array, " B"],
+    logits_of: Callable[[Int[Array, "B Q"]], Float[Array, "B Q V"]],
+    fire: Bool[Array, "B S"],
+    filter: Filter,
+) -> Int[Array, "B S"]:
+    """A token for each column that fires, from the column's own softmax; 0 at the others.
+
+    Few columns of a row fire in a move: AT_ONCE of each are drawn at a time, as often as it takes. What column i gets
+    depends on the row's key and i alone.
+    """
+    B, S = fire.shape
+    row, num = jnp.arange(B)[:, None], min(AT_ONCE, S)
+
+    def draw(tokens_left):
+        tokens, left = tokens_left
+        column = jax.vmap(lambda left: jnp.flatnonzero(left, size=num, fill_value=S))(left)
+        logits = filter(logits_of(jnp.minimum(column, S - 1)))
+        of_column = jax.vmap(lambda k, columns: jax.vmap(lambda i: jax.random.fold_in(k, i))(columns))(key, column)
+        token = categorical(of_column.reshape(-1), logits.reshape(B * num, -1)).reshape(B, num)
+        return tokens.at[row, column].set(token, mode="drop"), left.at[row, column].set(False, mode="drop")
+
+    return jax.lax.while_loop(lambda carry: carry[1].any(), draw, (jnp.zeros(fire.shape, jnp.int32), fire))[0]
 
 
 def fire_probability(
@@ -188,7 +262,8 @@ def categorical(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Int[A
 
 
 def _perturbed(key: Key[Array, " B"], logits: Float[Array, " B *N V"]) -> Float[Array, " B *N V"]:
-    """With Gumbel noise. It is drawn flat: XLA takes twenty times as long to compile it in two dimensions."""
+    """With Gumbel noise. It is drawn flat: XLA takes twenty times as long to compile it in two dimensions. That of the
+    first entries does not depend on how many there are, but for its lowest bits."""
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (logits[0].size,), mode="high"))(key)
     return logits + noise.reshape(logits.shape)
 
@@ -232,7 +307,8 @@ class Sampler(Protocol):
     def start(self, key: Key[Array, " B"], canvas: Canvas, request: Request | None = None) -> State: ...
 
     def advance(self, scores: Any, state: State, filters: Filters) -> State:
-        """One reverse move of every unfinished row, by `Scores`; `LastScores` where the network is cached."""
+        """One reverse move of every unfinished row, by `Scores` or `FusedScores`; `LastScores` where the network is
+        cached."""
         ...
 
     def decode(self, canvas: Canvas) -> tuple[Int[Array, "B L"], Int[Array, " B"]]:
@@ -269,7 +345,7 @@ class Corrector:
 
 
 def generate(
-    network: Network | Cached,
+    network: Network | Packed | Cached,
     sampler: Sampler,
     key: Key[Array, " B"],
     canvas: Canvas,
@@ -286,18 +362,22 @@ def generate(
     if corrector.steps and not isinstance(sampler, Revisable):
         raise ValueError(f"{type(sampler).__name__} cannot go back: leave sampling.corrector_steps at 0")
 
+    def move_by(scores, state):
+        after = sampler.advance(scores, state, filters)
+        if log_gap_rates is None:
+            return after
+        return dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
+
     def advance(state_and_kept):
         state, kept = state_and_kept
         if corrector.steps and isinstance(sampler, Revisable):
             state = _revise(sampler, state, corrector.strength)
         if isinstance(network, Cached):
             scores, kept = network.extend(state.canvas, state.clock, kept)
-        else:
-            scores = network(state.canvas, state.clock)
-        after = sampler.advance(scores, state, filters)
-        if log_gap_rates is not None:
-            after = dataclasses.replace(after, trace=record(scores, log_gap_rates, state, after))
-        return after, kept
+            return move_by(scores, state), kept
+        if isinstance(network, Packed):
+            return network.over(state, move_by), kept
+        return move_by(network(state.canvas, state.clock), state), kept
 
     state = sampler.start(key, canvas, request)
     state = dataclasses.replace(state, rounds=jnp.where(state.done, 0, corrector.steps))
@@ -323,7 +403,7 @@ def _revise(sampler: Revisable, state: State, strength: float) -> State:
     return jax.lax.cond(goes_back.any(), go_back, lambda: state)
 
 
-def record(scores: Scores | LastScores, log_gap_rates: LogGapRates, before: State, after: State) -> Trace:
+def record(scores: OfAllGaps | LastScores, log_gap_rates: LogGapRates, before: State, after: State) -> Trace:
     """The trace of `after`, which one move has made of `before`."""
     new, column = after.born > before.nfe[:, None], after.scored
     log_prob = scores.log_prob(column, after.canvas.tokens)
@@ -521,7 +601,7 @@ class DrawStep(Protocol):
     def __call__(
         self,
         key: Key[Array, " B"],
-        scores: Scores,
+        scores: OfAllGaps,
         canvas: Canvas,
         t: Float[Array, " B"],
         s: Float[Array, " B"],

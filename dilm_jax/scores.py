@@ -1,8 +1,8 @@
 """Scores of insertions, and the ways to hold them: all of them, for samplers; or what they are made of, for losses.
 
 The scores of a canvas are logits [S, V], a row for each gap: at training sizes far more numbers than all activations.
-`FusedScores` answers the same questions without holding them: log-sums in chunks of columns, which the backward pass
-computes anew, and single scores as dot products.
+`FusedScores` answers the same questions without holding them: log-sums in chunks of the vocabulary, which the backward
+pass computes anew, and single scores as dot products.
 
 Shapes: B canvases of S columns, V vocabulary, D width, K length classes, Q queries a canvas; M rows, which are
 the canvases or, packed, hold several each.
@@ -10,6 +10,7 @@ the canvases or, packed, hold several each.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dilm_jax.packing import Packing
 
+MAX_SHARDS = 8  # of the vocabulary: what a tensor axis of 2, 4 or 8 devices splits, chunks keep split
+
 
 @struct.dataclass
 class Scores:
     """What the heads say about a canvas, float32. Logits are −inf at ids that are not predictable.
 
-    Losses ask for `lse`, `at` and `outer` alone, except with targets="dense", which also asks for `dense`. Gradients
+    Losses ask for `lse`, `at` and `outer` alone, except with targets="dense", which also asks for `dense`; samplers for
+    `lse` and `of_gaps`. Gradients
     through all of them are finite, but `at` and `outer` are −inf for an id that is not predictable, and of no meaning
     outside [0, S) x [0, V): mask such queries with a `where`.
     """
@@ -47,12 +51,12 @@ class Scores:
         return jax.vmap(lambda logits, w: logits.at[:, w].get(mode="fill", fill_value=jnp.nan))(self.logits, token)
 
     def dense(self) -> Float[Array, "B S V"]:
-        """All of them, for samplers, dense targets and tests."""
+        """All of them, for dense targets and tests."""
         return self.logits
 
-    def of_gap(self, gap: Int[Array, " B"]) -> Float[Array, "B V"]:
-        """All scores of one gap a canvas, for samplers."""
-        return jnp.take_along_axis(self.logits, gap[:, None, None], axis=1)[:, 0]
+    def of_gaps(self, gap: Int[Array, "B Q"]) -> Float[Array, "B Q V"]:
+        """All scores of these gaps."""
+        return jnp.take_along_axis(self.logits, gap[..., None], axis=1)
 
     def log_prob(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
         """log softmax of the gap's scores, at the token."""
@@ -70,8 +74,8 @@ class LastScores:
 
     logits: Float[Array, "B V"]
 
-    def of_gap(self, gap: Int[Array, " B"]) -> Float[Array, "B V"]:
-        return self.logits
+    def of_gaps(self, gap: Int[Array, "B Q"]) -> Float[Array, "B Q V"]:
+        return jnp.broadcast_to(self.logits[:, None], (*gap.shape, self.logits.shape[-1]))
 
     def log_prob(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
         return jnp.take_along_axis(jax.nn.log_softmax(self.logits, axis=-1), token, axis=-1)
@@ -120,30 +124,47 @@ class FusedScores:
 
     @jax.checkpoint
     def at(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
-        if self.packing is None:
-            hidden = jnp.take_along_axis(self.hidden, gap[..., None], axis=1)
-        else:
-            hidden = self.packing.at_columns(self.hidden, gap)
-        return self.head.mask(self.head.dot("bqd,bqd->bq", hidden, self._embed(token)), token)
+        return self.head.mask(self.head.dot("bqd,dbq->bq", self._of_columns(gap), self._columns(token)), token)
 
     @jax.checkpoint
     def outer(self, token: Int[Array, "B Q"]) -> Float[Array, "B S Q"]:
-        scores = self.head.dot("bsd,bqd->bsq", self._hidden(), self._embed(token))
+        scores = self.head.dot("bsd,dbq->bsq", self._hidden(), self._columns(token))
         return self.head.mask(scores, token[:, None])
 
     def dense(self) -> Float[Array, "B S V"]:
         return self.head.scores(self._hidden(), self.kernel)
 
+    def of_gaps(self, gap: Int[Array, "B Q"]) -> Float[Array, "B Q V"]:
+        return self.head.scores(self._of_columns(gap), self.kernel)
+
+    def log_prob(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
+        return self.at(gap, token) - jnp.take_along_axis(self.log_sums, gap, axis=-1)
+
+    def _of_columns(self, column):
+        if self.packing is None:
+            return jnp.take_along_axis(self.hidden, column[..., None], axis=1)
+        return self.packing.at_columns(self.hidden, column)
+
     def _hidden(self):
         return self.hidden if self.packing is None else self.packing.canvases_of(self.hidden)
 
-    def _embed(self, token):
-        return self.kernel.T.at[token].get(mode="clip")
+    def _columns(self, token):
+        """Of the kernel [D, B, Q]. On a CPU a transpose would be a copy, of the gradient too, which so is scattered
+        into that of the log-sums; elsewhere it is but a layout, and devices add both before they exchange them."""
+
+        def transposed(kernel, token):
+            return jnp.moveaxis(jnp.take(kernel.T, token, axis=0, mode="clip"), -1, 0)
+
+        in_place = functools.partial(jnp.take, axis=1, mode="clip")
+        return jax.lax.platform_dependent(self.kernel, token, cpu=in_place, default=transposed)
+
+
+OfAllGaps = Scores | FusedScores
 
 
 def num_chunks(num_columns: int, vocab_size: int) -> int:
-    """Into how many chunks a device should cut the scores of so many columns: few enough that each reads the kernel for
-    many columns, so many that one is small beside the activations (and on a CPU near its cache)."""
+    """Into how many chunks a device should cut the scores of so many columns: so few that each is a large product, so
+    many that one is small beside the activations (and on a CPU near its cache)."""
     at_once = 2**22 if jax.default_backend() == "cpu" else 2**26
     return max(1, -(-num_columns * vocab_size // at_once))
 
@@ -151,40 +172,73 @@ def num_chunks(num_columns: int, vocab_size: int) -> int:
 def fused_lse(
     hidden: Float[Array, "M S D"], kernel: Float[Array, "D V"], head: TokenHead, num_chunks: int
 ) -> Float[Array, "M S"]:
-    """log Σ_w exp score(i, w), from at most `num_chunks` parts of the columns one after the other, in the backward pass
-    too: neither holds more than M·⌈S/num_chunks⌉·V scores."""
-    S = hidden.shape[1]
-    size = -(-S // min(num_chunks, S))
-    padded = jnp.pad(hidden, ((0, 0), (0, -S % size), (0, 0)))
-    parts = jnp.moveaxis(padded.reshape(padded.shape[0], -1, size, padded.shape[2]), 1, 0)
-    lse = _lse(parts, kernel, head)
-    return jnp.moveaxis(jnp.asarray(lse), 0, 1).reshape(padded.shape[:2])[:, :S]
+    """log Σ_w exp score(i, w), from about `num_chunks` parts of the vocabulary one after the other, in the backward
+    pass too: neither holds more than M·S·V/num_chunks scores, rounded up to a few ids.
+
+    Each part writes columns of the kernel's gradient that no other does: parts of the columns of a canvas would each
+    add to all of it, and on some devices hold their own beside the sum. It is as large as the scores of D columns.
+    """
+    D, V = kernel.shape
+    N = math.gcd(V, MAX_SHARDS)
+    return _lse(hidden, kernel.reshape(D, N, -1) if N > 1 else kernel, head, num_chunks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _lse(parts, kernel, head):
-    """Of parts [number, M, columns, D]."""
-    kernel = kernel.astype(head.dtype)
-    return jax.lax.map(lambda part: jax.nn.logsumexp(head.scores(part, kernel), axis=-1), parts)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lse(hidden, kernel, head, num_chunks):
+    """Of a kernel [D, N, V/N], or [D, V]. A chunk is the same ids of each of the N parts, in order: what a mesh splits
+    over the vocabulary stays so."""
+
+    def of_chunk(chunk):
+        scores, _ = _scores_of(chunk, hidden, kernel, head)
+        return jax.nn.logsumexp(scores, axis=-1)
+
+    return jax.nn.logsumexp(jax.lax.map(of_chunk, _chunks(kernel, head, num_chunks)), axis=0)
 
 
-def _lse_forward(parts, kernel, head):
-    lse = _lse(parts, kernel, head)
-    return lse, (parts, kernel, lse)
+def _lse_forward(hidden, kernel, head, num_chunks):
+    lse = _lse(hidden, kernel, head, num_chunks)
+    return lse, (hidden, kernel, lse)
 
 
-def _lse_backward(head, kept, g):
-    parts, kernel, lse = kept
-    in_dtype = kernel.astype(head.dtype)
+def _lse_backward(head, num_chunks, kept, g):
+    hidden, kernel, lse = kept
 
-    def add(total, part_lse_g):
-        part, lse, g = part_lse_g
-        of_scores = jnp.exp(head.scores(part, in_dtype) - lse[..., None]) * g[..., None]
-        total = total + head.dot("mcd,mcv->dv", part, of_scores)
-        return total, head.dot("mcv,dv->mcd", of_scores, in_dtype).astype(part.dtype)
+    def add(total, chunk):
+        of_hidden, of_kernel = total
+        scores, columns = _scores_of(chunk, hidden, kernel, head)
+        of_scores = jnp.exp(scores - lse[..., None]) * g[..., None]
+        of_hidden = of_hidden + head.dot("msc,dc->msd", of_scores, columns)
+        before = _slice_of(chunk, of_kernel)
+        after = before + head.dot("msd,msc->dc", hidden, of_scores).reshape(before.shape)
+        return (of_hidden, jax.lax.dynamic_update_slice_in_dim(of_kernel, after, chunk[0], axis=-1)), None
 
-    of_kernel, of_parts = jax.lax.scan(add, jnp.zeros(kernel.shape, jnp.float32), (parts, lse, g))
-    return of_parts, of_kernel.astype(kernel.dtype)
+    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
+    (of_hidden, of_kernel), _ = jax.lax.scan(add, zeros, _chunks(kernel, head, num_chunks))
+    return of_hidden.astype(hidden.dtype), of_kernel.astype(kernel.dtype)
+
+
+def _chunks(kernel, head, num_chunks):
+    """For each its first id in each part, and which of its ids [(N,) C] count: those that have a score and were in no
+    chunk before. The last one begins earlier than it had to, so that all are of one size."""
+    parts = np.array(head.predictable).reshape(kernel.shape[1:])
+    length = parts.shape[-1]
+    size = -(-length // min(num_chunks, length))
+    due = np.arange(0, length, size)
+    first = np.minimum(due, length - size)
+    counted = [parts[..., i : i + size] & (np.arange(i, i + size) >= j) for i, j in zip(first, due, strict=True)]
+    return jnp.asarray(first), jnp.asarray(np.stack(counted))
+
+
+def _slice_of(chunk, kernel):
+    """[D, (N,) C]"""
+    first, counted = chunk
+    return jax.lax.dynamic_slice_in_dim(kernel, first, counted.shape[-1], axis=-1)
+
+
+def _scores_of(chunk, hidden, kernel, head):
+    """[M, S, N·C], −inf where they do not count; and the columns [D, N·C] of the kernel."""
+    columns = _slice_of(chunk, kernel).reshape(len(kernel), -1)
+    return jnp.where(chunk[1].reshape(-1), head.dot("msd,dc->msc", hidden, columns), -jnp.inf), columns
 
 
 _lse.defvjp(_lse_forward, _lse_backward)

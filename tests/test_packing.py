@@ -1,7 +1,8 @@
-"""Packed canvases: each lies somewhere once, the network's scores and gradients are those of a canvas a row, and what
-lies in the same row stays unseen.
+"""Packed canvases: each lies somewhere once, the network's scores, gradients and samples are those of a canvas a row,
+and what lies in the same row stays unseen.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,33 +13,34 @@ from flax import nnx
 
 import test_backbone as tb
 import tiny
-from dilm_jax import evals, likelihood, packing
+from dilm_jax import evals, likelihood, packing, sampling
 from dilm_jax.canvas import drop_tokens
 from dilm_jax.packing import Packing, first_fit
 from dilm_jax.processes.registry import PROCESSES
+from dilm_jax.sampling import Filters
 
 B, S = 8, tb.S
 fit = jax.jit(first_fit, static_argnums=(2, 3, 4))
 
 
-def check(made: Packing, length, waiting, num_rows, num_shards):
+def check(made: Packing, length, waiting, num_rows, num_shards, width=S):
     """Canvases lie whole, in one row of their shard, in no one's way; the two arrays are inverses. Returns who is
     placed."""
     b = len(length) // num_shards
     source, place = np.asarray(made.source), np.asarray(made.place)
-    assert source.shape == (num_shards, num_rows, S) and place.shape == (num_shards, b, S)
+    assert source.shape == (num_shards, num_rows, width) and place.shape == (num_shards, b, S)
     for shard in range(num_shards):
-        taken = np.full(num_rows * S, b * S)
+        taken = np.full(num_rows * width, b * S)
         for i in range(b):
             where = place[shard, i]
-            n = length[shard * b + i] if where[0] < num_rows * S else 0
+            n = length[shard * b + i] if where[0] < num_rows * width else 0
             assert waiting[shard * b + i] or n == 0
-            assert (where[n:] == num_rows * S).all()
-            assert (where[:n] == where[0] + np.arange(n)).all() and len(set(where[:n] // S)) <= 1
+            assert (where[n:] == num_rows * width).all()
+            assert (where[:n] == where[0] + np.arange(n)).all() and len(set(where[:n] // width)) <= 1
             assert (taken[where[:n]] == b * S).all()
             taken[where[:n]] = i * S + np.arange(n)
-        np.testing.assert_array_equal(taken.reshape(num_rows, S), source[shard])
-    np.testing.assert_array_equal(made.placed, (place[..., 0] < num_rows * S).reshape(-1))
+        np.testing.assert_array_equal(taken.reshape(num_rows, width), source[shard])
+    np.testing.assert_array_equal(made.placed, (place[..., 0] < num_rows * width).reshape(-1))
     return np.asarray(made.placed)
 
 
@@ -77,6 +79,42 @@ def test_first_fit_decreasing_by_hand():
     made = fit(length, jnp.ones(6, bool), S, 6, 1)
     assert [int(x) for x in made.place[0, :, 0]] == [20, 8, 22, 0, 16, 13]
     assert packing.rows_needed(length, S, 1).tolist() == [3]
+
+
+def test_slots_by_hand():
+    """Of 8, 4 and 2 columns, in rows of 12 of which 8 are used. The first and third are the same."""
+    length, what = jnp.array([3, 8, 3, 2, 5, 4]), jnp.array([7, 0, 7, 1, 7, 2])
+    waiting = jnp.array([True, True, True, True, False, True])
+    slots = packing.in_slots(length, waiting, (what,), 12, 1)
+    nowhere = packing.NOWHERE
+    assert slots.begins.tolist() == [[12, 0, nowhere, 24, nowhere, 16]]
+    assert slots.reads.tolist() == [[12, 0, 12, 24, nowhere, 16]]
+    assert slots.rows_needed == 3
+    made = slots.packing(length, S, 4, 12)
+    assert made.placed.tolist() == [True, True, True, True, False, True]
+    assert made.place[0, 2].tolist() == [12, 13, 14, *[48] * (S - 3)]
+    assert made.source[0, 1].tolist() == [0, 1, 2, 48, 40, 41, 42, 43, *[48] * 4]
+    shards = packing.in_slots(length, waiting, (what,), 12, 2)
+    assert shards.begins.tolist() == [[12, 0, nowhere], [4, nowhere, 0]]
+    assert shards.reads.tolist() == [[12, 0, 12], [4, nowhere, 0]] and shards.rows_needed == 2
+
+
+@pytest.mark.parametrize("width", [8, 16, 21])
+def test_slots_hold_canvases_apart(width):
+    rng, slots_of = np.random.default_rng(0), jax.jit(packing.in_slots, static_argnums=(3, 4))
+    for _ in range(30):
+        length, waiting = rng.integers(2, S + 1, B), rng.random(B) < 0.8
+        slots = slots_of(jnp.asarray(length), jnp.asarray(waiting), np.arange(B), width, 2)
+        num_rows = int(slots.rows_needed)
+        made = slots.packing(jnp.asarray(length), S, num_rows, width)
+        np.testing.assert_array_equal(check(made, length, waiting, num_rows, 2, width), waiting)
+
+
+def test_no_slots():
+    length, what = jnp.full(6, 3), jnp.arange(6)
+    none = packing.in_slots(length, jnp.zeros(6, bool), (what,), 12, 2)
+    assert (none.begins == packing.NOWHERE).all() and (none.reads == packing.NOWHERE).all()
+    assert none.rows_needed == 0
 
 
 def test_moving_back_and_forth():
@@ -209,3 +247,56 @@ def test_the_bound_in_passes_is_that_of_a_canvas_a_row(family):
         )
     ]
     np.testing.assert_allclose(draws[1], draws[0], rtol=1e-5)
+
+
+# --- Sampling --------------------------------------------------------------------------------------------------------
+
+
+def generated(family, overrides, sampler, packed, x0):
+    """The last state of sixteen rows with a network of random weights, and how many packed rows each call computed (0:
+    a canvas a row)."""
+    _, parts, mesh, _ = tiny.world(family, *overrides)
+    params, calls = tiny.random_params(evals.abstract_params(parts, mesh)), []
+    network = evals.for_sampling(parts, mesh, params)
+
+    def call(canvas, clock, packing=None):
+        jax.debug.callback(lambda: calls.append(0 if packing is None else packing.source.shape[1]))
+        return network.call(canvas, clock, packing)
+
+    runs = parts.process.samplers(parts.sampling)[sampler]
+    net = sampling.Packed(call=call, num_shards=1) if packed else call
+    rates = functools.partial(evals.log_gap_rates, parts.process)
+    run = jax.jit(lambda key, canvas: sampling.generate(net, runs, key, canvas, Filters(), log_gap_rates=rates))
+    canvas = drop_tokens(x0, x0.free, parts.process.vocabulary)[0]
+    state = jax.device_get(run(jax.random.split(jax.random.key(0), len(x0.length)), canvas))
+    jax.effects_barrier()
+    return state, calls
+
+
+SAMPLED = [
+    pytest.param("joint", "event", (), marks=pytest.mark.slow),
+    ("independent", "leap", (("sampling.sampler", "leap"), ("sampling.num_steps", 8))),
+    pytest.param("joint", "leap", (("sampling.sampler", "leap"), ("sampling.num_steps", 8)), marks=pytest.mark.slow),
+    pytest.param("independent", "event", (), marks=pytest.mark.slow),
+    pytest.param("ilm", "one_by_one", (("sampling.stop_threshold", 0.0),), marks=pytest.mark.slow),
+    pytest.param("flexmdm", "leap", (("sampling.num_steps", 8),), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "sampler", "overrides"), SAMPLED)
+def test_samples_of_a_packed_network_are_those_of_a_canvas_a_row(family, sampler, overrides, monkeypatch):
+    """And their traces. Most rows are empty at first, the others have a prompt that takes most of the canvas."""
+    monkeypatch.setattr(sampling, "LEAST_COLUMNS", 30)
+    made, parts, *_ = tiny.world(family, ("batch_size", 16), *overrides)
+    x0 = tiny.batch(parts, made)
+    empty = np.arange(16)[:, None] < 13
+    x0 = dataclasses.replace(x0, frozen=x0.frozen & ~empty, open_gap=x0.open_gap | empty)
+    overrides = (("batch_size", 16), *overrides)
+    packed, calls = generated(family, overrides, sampler, True, x0)
+    plain, of_plain = generated(family, overrides, sampler, False, x0)
+    assert len(calls) == len(of_plain) and set(of_plain) == {0}
+    assert calls[0] > 0 and len(set(calls)) > 1, calls
+    for name in ("canvas", "nfe", "saturated", "truncated", "born", "done"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(packed, name), getattr(plain, name))
+    for got, want in zip(jax.tree.leaves(packed.trace), jax.tree.leaves(plain.trace), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)

@@ -106,7 +106,7 @@ class LeftToRight:
         k_draw, k_place, k_next = canvas_lib.split_keys(state.key, 3)
         last = state.canvas.length - 1
         scores, _, state = conditioned(scores, state, self.max_length)
-        logits, eos = scores.of_gap(last), np.arange(self.vocabulary.size) == self.vocabulary.eos
+        logits, eos = scores.of_gaps(last[:, None])[:, 0], np.arange(self.vocabulary.size) == self.vocabulary.eos
         if state.request is not None:
             logits = jnp.where(eos & (state.request.least > 0)[:, None], -jnp.inf, logits)
         token = categorical(k_draw, filters.token(logits))

@@ -25,6 +25,7 @@ class Traits:
       from_context: samplers that may start from free tokens, not from frozen ones alone.
       fills: gaps that they fill: "any"; "known", of a known number of tokens, or at the end; "end", at the end alone.
       revises: whether they can go back, for the corrector.
+      grows: whether their texts get longer; else canvases are full from the start.
     """
 
     reads: tuple[str, ...]
@@ -34,6 +35,7 @@ class Traits:
     from_context: tuple[str, ...]
     fills: Literal["any", "known", "end"] = "any"
     revises: bool = False
+    grows: bool = True
 
 
 @runtime_checkable

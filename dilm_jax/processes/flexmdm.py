@@ -21,7 +21,7 @@ from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import InsertionTargets, Vocabulary
 from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Traits
-from dilm_jax.sampling import Grid, Move, categorical, fire_probability
+from dilm_jax.sampling import Grid, Move, draw_tokens, fire_probability
 from dilm_jax.schedules import SquareTimes, UniformTimes
 
 
@@ -145,12 +145,13 @@ class FlexMDM:
                 uniform = jax.vmap(lambda k: jax.random.uniform(k, canvas.tokens.shape[1:]))
                 probability, due = fire(self._log_p_left(scores, canvas), t, s)
                 masked = canvas.tokens == self.vocabulary.mask
+                reveal = masked & (uniform(k_reveal) >= (s / t)[:, None])
                 return Move(
                     insert=canvas.open_gap & (uniform(k_fire) < probability),
                     tokens=jnp.full_like(canvas.tokens, self.vocabulary.mask),
                     saturated=(canvas.open_gap & (due > 1)).any(-1),
-                    reveal=masked & (uniform(k_reveal) >= (s / t)[:, None]),
-                    revealed=categorical(k_token, filters.token(scores.dense())),
+                    reveal=reveal,
+                    revealed=draw_tokens(k_token, scores.of_gaps, reveal, filters.token),
                 )
 
             return Grid(

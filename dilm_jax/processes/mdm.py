@@ -9,6 +9,7 @@ The optimal network does not depend on t (only on what is masked), so by default
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -24,7 +25,7 @@ from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Canvas, Vocabulary
 from dilm_jax.processes.base import Traits
 from dilm_jax.request import Request
-from dilm_jax.sampling import Move, State, begin, categorical, conditioned, move
+from dilm_jax.sampling import Move, State, begin, categorical, conditioned, draw_tokens, move
 from dilm_jax.schedules import MASKING, UniformTimes
 
 
@@ -52,6 +53,7 @@ class MDM:
         samplers={"ancestral": ("num_steps",), "confidence": ("num_steps",), "first_hitting": ()},
         from_context=("ancestral", "confidence", "first_hitting"),
         fills="known",
+        grows=False,
     )
 
     vocabulary: Vocabulary
@@ -210,6 +212,11 @@ class _Sampler:
         before = jnp.cumsum(jnp.asarray(self._ends)[tokens], axis=-1) == 0
         return jnp.where(before, tokens, self.vocabulary.pad), before.sum(-1)
 
+    def _logits(self, scores, carry: "Revealing", column: Int[Array, "B Q"]) -> Float[Array, "B Q V"]:
+        """Of these columns: within the text none that ends it."""
+        inner = jnp.take_along_axis(carry.inner, column, axis=-1)
+        return jnp.where(self._ends & inner[..., None], -jnp.inf, scores.of_gaps(column))
+
     def _numbers(self, canvas: Canvas, request: Request | None) -> tuple[Int[Array, "B S"], Int[Array, " B"]]:
         """How many masks go into each gap, and how many of those at the end are within the text."""
         room = canvas_lib.room(canvas, self.process.max_length)[:, None]
@@ -246,20 +253,20 @@ class _Sampler:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Steps(_Sampler):
-    """Draws a token for every mask, and reveals some of them, in each of `num_steps` calls at most."""
+    """Reveals some of the masks in each of `num_steps` calls at most."""
 
     num_steps: int
 
     def advance(self, scores, state, filters):
         k_token, k_which, k_place, k_next = canvas_lib.split_keys(state.key, 4)
         scores, _, state = conditioned(scores, state, self.process.max_length)
-        logits = jnp.where(self._ends & state.carry.inner[..., None], -jnp.inf, scores.dense())
-        tokens = categorical(k_token, filters.token(logits))
+        logits_of = functools.partial(self._logits, scores, state.carry)
         masked = state.canvas.tokens == self.vocabulary.mask
-        reveal, clock = self._which(k_which, state.carry, masked, logits)
+        reveal, clock = self._which(k_which, state.carry, masked, logits_of)
+        tokens = draw_tokens(k_token, logits_of, reveal, filters.token)
         return self._move(state, k_place, k_next, reveal, tokens, clock)
 
-    def _which(self, key, carry: Revealing, masked, logits):
+    def _which(self, key, carry: Revealing, masked, logits_of):
         """Which masks are revealed, and the time after."""
         raise NotImplementedError
 
@@ -267,7 +274,7 @@ class _Steps(_Sampler):
 class Ancestral(_Steps):
     """t = 1, 1 − 1/N, …, 0: over t → s a mask is revealed with probability (α_s − α_t)/(1 − α_t)."""
 
-    def _which(self, key, carry, masked, logits):
+    def _which(self, key, carry, masked, logits_of):
         share = self.process.law.masked
         t = jnp.maximum(self.num_steps - carry.step, 1).astype(jnp.float32) / self.num_steps
         s = t - 1 / self.num_steps
@@ -280,10 +287,11 @@ class Confidence(_Steps):
     """In each step an equal part of the masks that are left, those columns that have the likeliest token. (Not whose
     drawn token is likeliest: that would change the law of what is drawn.)"""
 
-    def _which(self, key, carry, masked, logits):
+    def _which(self, key, carry, masked, logits_of):
         left = masked.sum(-1)
         count = -(-left // jnp.maximum(self.num_steps - carry.step, 1))
-        log_p = jax.nn.log_softmax(logits, axis=-1).max(-1)
+        column = jnp.broadcast_to(jnp.arange(masked.shape[-1]), masked.shape)
+        log_p = jax.nn.log_softmax(logits_of(column), axis=-1).max(-1)
         rank = jnp.argsort(jnp.argsort(jnp.where(masked, -log_p, jnp.inf), axis=-1), axis=-1)
         share = (left - count) / jnp.maximum(carry.total, 1)
         return masked & (rank < count[:, None]), self.process.law.inverse(share)
@@ -303,9 +311,8 @@ class FirstHitting(_Sampler):
         scores, _, state = conditioned(scores, state, self.process.max_length)
         masked = state.canvas.tokens == self.vocabulary.mask
         reveal = canvas_lib.choose(k_which, masked, jnp.ones_like(state.nfe))
-        column = jnp.argmax(reveal, axis=-1)
-        inner = jnp.take_along_axis(state.carry.inner, column[:, None], axis=-1)
-        token = categorical(k_token, filters.token(jnp.where(self._ends & inner, -jnp.inf, scores.of_gap(column))))
+        column = jnp.argmax(reveal, axis=-1)[:, None]
+        token = categorical(k_token, filters.token(self._logits(scores, state.carry, column)[:, 0]))
         clock = self._next(k_time, state.clock, masked.sum(-1) - 1)
         return self._move(state, k_place, k_next, reveal, jnp.broadcast_to(token[:, None], reveal.shape), clock)
 
