@@ -25,7 +25,7 @@ def get_config(variant=None):
     config.sampling.update(sampler="one_by_one", gap_temperature=1.0, stop_threshold=0.0)
     config.batch_size = 512
     config.num_steps = 300_000
-    config.model.remat = True
+    config.model.remat = "full"
     config.optim.update(learning_rate=1e-5, **LM_OPTIM | {"cosine_cycles": 1.2})  # 4 of them in 1M steps
     config.train.update(eval_every=20_000, checkpoint_every=5_000, micro_batches=2)
     config.eval.update(num_valid=1_000, num_test=2_000, num_samples=500, batch_size=64)

@@ -42,6 +42,11 @@ TIME_FEATURES = 256  # cosines, then sines
 MAX_PERIOD = 1e4  # of the time features, in units of 1/1000 of noising time
 EPSILON = 1e-5  # of every LayerNorm
 UNMODULATED = (0.0, 0.0, 1.0)  # shift, scale, gate
+REMAT = {  # what of a block is held for the backward pass
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 _lecun, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
@@ -77,12 +82,13 @@ class Transformer(nnx.Module):
     """Pre-LN transformer; see the file's docstring.
 
     `cond_width` is the width of the time embedding and is not used unless `spec.uses_time`; `dropout` is the rate on
-    the output of both branches of a block; `remat` recomputes each block in the backward pass; `scan` compiles one
-    block and loops over it. Neither changes values or parameters.
+    the output of both branches of a block; `remat` is what the backward pass computes anew: nothing, all of a block
+    ("full"), or all but its products with weights ("dots"); `scan` compiles one block and loops over it. Neither
+    changes values or parameters.
 
     Raises:
-      ValueError: for a width that is no multiple of 2 * num_heads (RoPE rotates pairs), a dropout rate outside [0, 1),
-        no layers, no width for the time, or a `predictable` that is not as long as the vocabulary.
+      ValueError: for an unknown remat, a width that is no multiple of 2 * num_heads (RoPE rotates pairs), a dropout
+        rate outside [0, 1), no layers, no width for the time, or a `predictable` that is not as long as the vocabulary.
     """
 
     def __init__(
@@ -98,12 +104,14 @@ class Transformer(nnx.Module):
         dropout: float,
         rope_theta: float,
         dtype: DTypeLike,
-        remat: bool,
+        remat: str,
         scan: bool,
         rngs: nnx.Rngs,
     ):
         if width % (2 * num_heads):
             raise ValueError(f"width {width} must be divisible by 2 x num_heads = {2 * num_heads}")
+        if remat not in REMAT:
+            raise ValueError(f"remat is {remat!r}, expected one of {', '.join(REMAT)}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}, expected a rate in [0, 1)")
         if num_layers < 1:
@@ -252,8 +260,9 @@ class Transformer(nnx.Module):
             x, kept = nnx.merge(graphdef, params)(x, context, layer, kept)
             return x, kept if keep or context.column is not None else None
 
-        if self.remat:
-            apply = jax.checkpoint(apply, prevent_cse=not self.scan)  # inside a scan nothing can be shared anyway
+        if self.remat != "none":
+            # Inside a scan nothing can be shared anyway.
+            apply = jax.checkpoint(apply, prevent_cse=not self.scan, policy=REMAT[self.remat])
         layers = (jnp.arange(self.num_layers), params, kept)
         if self.scan:
             return jax.lax.scan(apply, x, layers)

@@ -40,6 +40,13 @@ def run(main: Callable[[], None]) -> None:
     app.run(guarded, flags_parser=_parse)
 
 
+def cache_compilations() -> None:
+    """Programs that an accelerator's compiler has made are kept for the next process, in ~/.cache/dilm_jax or where
+    JAX_COMPILATION_CACHE_DIR says. Not by default on CPUs, whose programs another machine may not be able to run."""
+    if jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/dilm_jax"))
+
+
 def fail(message: str, status: int = 2) -> None:
     """Ends the process with one line, which a long value must not hide."""
     line = " ".join(message.split())

@@ -15,7 +15,7 @@ from typing import Any
 import ml_collections
 from flax import nnx
 
-from dilm_jax.backbone import Transformer
+from dilm_jax.backbone import REMAT, Transformer
 from dilm_jax.data.sources import UNITS
 from dilm_jax.data.star import SPLIT_SIZES, TASKS, StarGraphs
 from dilm_jax.data.store import OVERLONG
@@ -27,8 +27,9 @@ from dilm_jax.processes.registry import PROCESSES, make_process
 from dilm_jax.sampling import Corrector, Filter, Filters, SamplingOptions
 from dilm_jax.schedules import MASKING, SCHEDULES, Schedule, concrete_total
 
-# Keys whose change makes a checkpoint another run's: refused on resume.
+# Keys whose change makes a checkpoint another run's: refused on resume. But for those that change no number.
 FIXED_ON_RESUME = ("model", "process", "data", "seed", "batch_size")
+FREE_ON_RESUME = ("model.remat", "model.scan")
 
 MAX_TOTAL = 1e4  # of the noise: what special.log_S is exact for
 CHOICES = {
@@ -40,6 +41,7 @@ CHOICES = {
     "process.schedule.name": tuple(SCHEDULES),
     "process.masking": tuple(MASKING),
     "model.dtype": ("float32", "bfloat16"),
+    "model.remat": tuple(REMAT),
     "loss.kernel": ("exact", "paper"),
     "loss.alignment": ("sampled", "marginal"),
     "loss.length": ("cross_entropy", "poisson_mean"),
@@ -142,7 +144,7 @@ def default_config() -> ml_collections.ConfigDict:
     config.model.dropout = 0.1  # rate
     config.model.rope_theta = 1e4
     config.model.dtype = "bfloat16"  # of the activations inside blocks
-    config.model.remat = False  # recompute each block in the backward pass
+    config.model.remat = "none"  # of a block, what the backward pass computes anew: "full": all, "dots": the cheap part
     config.model.scan = True  # compile one block and loop over it
 
     config.process = ml_collections.ConfigDict()

@@ -103,6 +103,7 @@ def check_flags() -> None:
 
 
 def load(**sampling: Any) -> Run:
+    cli.cache_compilations()
     return dilm_jax.load(cli.required("workdir"), _CHECKPOINT.value, **sampling)
 
 

@@ -65,6 +65,7 @@ def main() -> None:
         raise ValueError(f"--{one} and --{other} exclude each other; give one")
     if _LENGTH.value is not None and _MAX_LENGTH.value is not None:
         raise ValueError("--length and --max_length exclude each other; give one")
+    cli.cache_compilations()
     run = dilm_jax.load(
         cli.required("workdir"),
         _CHECKPOINT.value,

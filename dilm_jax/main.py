@@ -1,4 +1,5 @@
-"""Trains: `python -m dilm_jax.main --config=configs/star_tiny_joint.py[:variant] [--workdir=DIR] [--config.a.b=v]`."""
+"""Trains: `python -m dilm_jax.main --config=configs/star_tiny_joint.py[:variant] [--workdir=DIR] [--profile]
+[--config.a.b=v]`."""
 
 import os
 import pathlib
@@ -17,10 +18,12 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<conf
 _INIT_FROM = flags.DEFINE_string(
     "init_from", None, "Where there is no checkpoint yet, start from the averaged parameters of this run."
 )
+_PROFILE = flags.DEFINE_bool("profile", False, "Record some steps, for TensorBoard, in the workdir's profile/.")
 
 
 def main() -> None:
-    train(load_config(), _WORKDIR.value or default_workdir(), _INIT_FROM.value)
+    cli.cache_compilations()
+    train(load_config(), _WORKDIR.value or default_workdir(), _INIT_FROM.value, _PROFILE.value)
 
 
 def load_config():

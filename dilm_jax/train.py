@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
-from dilm_jax import evals, optim, schedules, sharding
+from dilm_jax import evals, flops, optim, schedules, sharding
 from dilm_jax import packing as packing_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
@@ -35,8 +35,10 @@ from dilm_jax.data.task import SPLITS, Task
 from dilm_jax.metrics import MetricsWriter, Progress, plot
 from dilm_jax.processes.base import Process
 
-CHECKPOINTS, CONFIG, LOCK = "checkpoints", "config.json", "lock"
+CHECKPOINTS, CONFIG, LOCK, PROFILE = "checkpoints", "config.json", "lock", "profile"
 PACKING_TRIALS = 8  # batches that the number of packed rows is chosen by
+FLOPS = "perf/flops"  # of a step, among its metrics; the log has what they come to
+PROFILED = range(10, 15)  # steps after the start that --profile records
 
 
 @struct.dataclass
@@ -189,12 +191,14 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packe
 
     def step(state: TrainState, x0: Example):
         batch = corrupt_batch(process, mesh, config.seed, state.step, x0, config.data.infill_fraction)
+        canvas = batch[2]
         grads, terms = (in_parts if micro_batches > 1 else of_part)(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {f"train/{name}": value for name, value in terms.items()} | {
             "train/grad_norm": optax.global_norm(grads),
             "train/learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            FLOPS: flops.of_step(state.params, process.spec, canvas.length),
         }
         return TrainState(
             step=state.step + 1,
@@ -213,9 +217,11 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packe
     )
 
 
-def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None = None) -> dict[str, Any]:
+def train(
+    config: ml_collections.ConfigDict, workdir: str, init_from: str | None = None, profile: bool = False
+) -> dict[str, Any]:
     """Trains until config.num_steps, resuming from the latest checkpoint in `workdir` if there is one, then runs the
-    task's full evaluation on the test split.
+    task's full evaluation on the test split. `profile` records some steps.
 
     Returns the evaluation. Raises ValueError for a config that does not fit the devices or the run in `workdir`, for
     a checkpoint that cannot be read, and when the loss is no longer finite.
@@ -257,7 +263,7 @@ def train(config: ml_collections.ConfigDict, workdir: str, init_from: str | None
             progress.note(f"{workdir} has a checkpoint: parameters come from there, not from {init_from}")
         for line in notes:
             progress.note(line)
-        return fit(config, parts, mesh, state, checkpointer, writer, progress, directory)
+        return fit(config, parts, mesh, state, checkpointer, writer, progress, directory, profile)
 
 
 def fit(
@@ -269,10 +275,12 @@ def fit(
     writer: MetricsWriter,
     progress: Progress,
     directory: pathlib.Path,
+    profile: bool,
 ) -> dict[str, Any]:
     """The loop from `state.step` on, and the evaluation after it. Metrics are on disk before the checkpoint of their
     step is: what a killed run repeats is cut from metrics.jsonl, and nothing is missing."""
-    report = Reporter(config, writer, progress)
+    report = Reporter(config, parts, mesh, writer, progress)
+    profiler = Profiler(directory / PROFILE, progress) if profile else None
     batches = loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
     rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
     sizes = config.eval
@@ -283,10 +291,13 @@ def fit(
         progress.note(f"canvases are packed: {packed_rows} rows at a time for {config.batch_size} of them")
     train_step = make_train_step(config, parts, mesh, packed_rows)
 
-    for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(int(state.step), config.num_steps)):
+    start = int(state.step)
+    for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(start, config.num_steps)):
+        if profiler:
+            profiler.before(step - start, state)
         x0 = sharding.put_batch(Example(**batch), mesh, config.batch_size)
         state, metrics = train_step(state, x0)
-        report.saw(batch)
+        report.saw(batch, metrics)
         report.flush()  # the last metrics, now that the device has work again
         step += 1
         if step % config.train.log_every == 0 or step == config.num_steps:
@@ -303,6 +314,8 @@ def fit(
             save(checkpointer, state)
 
     checkpointer.wait()
+    if profiler:
+        profiler.close()
     results, samples = evaluator(state.ema, "test", num_test, config.seed)
     evals.write_samples(directory / "samples" / "test.jsonl", samples)
     card = evals.card(parts, results, split="test", num=num_test, checkpoint=int(state.step), seed=config.seed)
@@ -377,26 +390,33 @@ def write_config(config: ml_collections.ConfigDict, directory: pathlib.Path) -> 
 class Reporter:
     """Writes metrics one step late: reading them at once would wait for the device."""
 
-    def __init__(self, config, writer: MetricsWriter, progress: Progress):
+    def __init__(self, config, parts: Parts, mesh, writer: MetricsWriter, progress: Progress):
         self._writer, self._progress = writer, progress
         self._batch_size = config.batch_size
         self._pending = None
         self._since, self._since_step = time.monotonic(), None
-        self._tokens = 0  # since the last step that was added
+        self._tokens, self._flops = 0, []  # since the last step that was added
+        columns = jnp.full(config.batch_size, parts.task.max_length + canvas_lib.NUM_SPECIAL_COLUMNS)
+        self._padded_flops = float(flops.of_step(evals.abstract_params(parts, mesh), parts.process.spec, columns))
+        peak, said = flops.peak(jax.local_devices()[0])
+        self._peak = peak * jax.device_count()
+        progress.note(f"MFU is of {peak / 1e12:.3g} TFLOP/s a device ({said})")
 
-    def saw(self, batch) -> None:
-        """Counts the content tokens of this process's rows; all processes have about as many."""
+    def saw(self, batch, metrics) -> None:
+        """Counts a step: the content tokens of this process's rows (all processes have about as many), and FLOPs, which
+        it takes from the metrics."""
         self._tokens += int(batch["length"].sum()) * jax.process_count()
+        self._flops.append(metrics.pop(FLOPS))
 
     def add(self, step: int, metrics) -> None:
-        self._pending = step, metrics, self._tokens
-        self._tokens = 0
+        self._pending = step, metrics, self._tokens, self._flops
+        self._tokens, self._flops = 0, []
 
     def flush(self) -> None:
         """Writes what is pending. Raises ValueError if the loss is not finite."""
         if self._pending is None:
             return
-        (step, metrics, tokens), self._pending = self._pending, None
+        (step, metrics, tokens, of_steps), self._pending = self._pending, None
         metrics = {name: float(value) for name, value in metrics.items()}
         check_finite(step, metrics)
         now = time.monotonic()
@@ -404,6 +424,8 @@ class Reporter:
             seconds = now - self._since
             metrics["perf/examples_per_s"] = self._batch_size * (step - self._since_step) / seconds
             metrics["perf/tokens_per_s"] = tokens / seconds
+            metrics["perf/mfu"] = sum(map(float, jax.device_get(of_steps))) / seconds / self._peak
+            metrics["perf/mfu_padded"] = self._padded_flops * len(of_steps) / seconds / self._peak
         self._since, self._since_step = now, step
         self._writer.write(step, metrics)
         self._progress.update(step, metrics)
@@ -413,6 +435,33 @@ class Reporter:
         said = (f"{name} {value:.4g}" for name, value in results.items() if name.startswith("eval/"))
         self._progress.note(f"step {step}  " + "  ".join(said))
         self._since_step = None  # the time spent here is not training
+
+
+class Profiler:
+    """Records the steps of PROFILED, counted from the first of this process, in a directory that TensorBoard reads."""
+
+    def __init__(self, directory: pathlib.Path, progress: Progress):
+        self._directory, self._progress = directory, progress
+        self._is_on = self._is_done = False
+
+    def before(self, index: int, state: TrainState) -> None:
+        """What is due before a step. Waits for the ones before it where it begins or ends."""
+        if index == PROFILED.start:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._directory)
+            self._is_on = True
+        if index == PROFILED.stop:
+            jax.block_until_ready(state)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the record. Says so where the run was too short to begin one."""
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._progress.note(f"profile in {self._directory}: tensorboard --logdir={self._directory}")
+        elif not self._is_done:
+            self._progress.note(f"--profile: fewer than {PROFILED.start} steps were left, nothing was recorded")
+        self._is_on, self._is_done = False, True
 
 
 def check_finite(step: int, metrics) -> None:
@@ -473,7 +522,7 @@ def check_resume(config: ml_collections.ConfigDict, directory: pathlib.Path) -> 
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     for key in sorted(changed):
         old, new = changed[key]
-        if key.split(".")[0] in config_lib.FIXED_ON_RESUME:
+        if key.split(".")[0] in config_lib.FIXED_ON_RESUME and key not in config_lib.FREE_ON_RESUME:
             raise ValueError(
                 f"{directory} was trained with {key} = {old}, now {new}: that is another run; use another workdir, "
                 "with --init_from to start from these parameters"

@@ -86,6 +86,7 @@ def train_smoke(family: str, workdir: str | os.PathLike, cache=None, before: Cal
     flags = {
         "config": f"configs/star_tiny_{family}.py:smoke",
         "workdir": workdir,
+        "profile": True,
         "config.num_steps": 30,
         "config.model.num_layers": 1,
         "config.train.eval_every": 15,

@@ -43,7 +43,7 @@ CONFIG = {
     "dropout": 0.25,
     "rope_theta": 100.0,
     "dtype": "float32",
-    "remat": False,
+    "remat": "none",
     "scan": True,
 }
 
@@ -375,7 +375,7 @@ def test_names_of_the_parameters():
     assert set(flat(make(length_head=None, stop_head=False)[1])) == TREE | TIMED
     assert all(leaf.dtype == jnp.float32 for leaf in params.values())
     assert all(leaf.shape[0] == 2 for name, leaf in params.items() if name.startswith("blocks."))
-    for changed in ({"scan": False}, {"remat": True}, {"dropout": 0.0}):
+    for changed in ({"scan": False}, {"remat": "full"}, {"dropout": 0.0}):
         other = flat(make(**changed)[1])
         assert {k: v.shape for k, v in other.items()} == {k: v.shape for k, v in params.items()}
 
@@ -399,15 +399,16 @@ def value_and_grad(**changed):
 
 @functools.cache
 def scanned():
-    return value_and_grad(scan=True, remat=False, length_head=None, stop_head=False)
+    return value_and_grad(scan=True, remat="none", length_head=None, stop_head=False)
 
 
 @pytest.mark.parametrize(
     ("scan", "remat"),
     [
-        pytest.param(True, True, marks=pytest.mark.slow),
-        (False, False),
-        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, "full", marks=pytest.mark.slow),
+        pytest.param(True, "dots", marks=pytest.mark.slow),
+        (False, "none"),
+        pytest.param(False, "full", marks=pytest.mark.slow),
     ],
 )
 def test_scan_and_remat_change_nothing(scan, remat):

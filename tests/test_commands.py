@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import children
 import dilm_jax
 import tiny
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import cli, evals
 from dilm_jax import config as config_lib
-from dilm_jax import evals
 from dilm_jax.canvas import Example
 from dilm_jax.data import loader, star
 from dilm_jax.processes.registry import PROCESSES
@@ -496,3 +497,21 @@ def test_a_family_without_a_likelihood_bound_says_so(smoke_runs):
     scores = Scores(logits=jnp.zeros((*canvas.tokens.shape, 11)), length_logits=None, stop_logits=None)
     assert np.isnan(evals.log_gap_rates(run.parts.process, scores, canvas, jnp.ones(1))).all()
     assert evals.likelihood_note(run.parts, "valid") == "Unbounded has no likelihood bound: none is printed"
+
+
+def test_programs_of_accelerators_are_kept(monkeypatch):
+    """Not those of CPUs; in another place if there is one."""
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("HOME", "/home/someone")
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        cli.cache_compilations()
+        assert jax.config.jax_compilation_cache_dir is None
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        cli.cache_compilations()
+        assert jax.config.jax_compilation_cache_dir == "/home/someone/.cache/dilm_jax"
+        jax.config.update("jax_compilation_cache_dir", "/elsewhere")
+        cli.cache_compilations()
+        assert jax.config.jax_compilation_cache_dir == "/elsewhere"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -16,7 +16,7 @@ import pytest
 
 import dilm_jax
 import tiny
-from dilm_jax import checkpoint, evals, likelihood, optim, sampling, sharding, train
+from dilm_jax import checkpoint, evals, flops, likelihood, optim, sampling, sharding, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import InsertionTargets
 from dilm_jax.processes.registry import PROCESSES
@@ -48,9 +48,9 @@ def test_numbers_are_those_of_the_golden(family):
 @pytest.mark.parametrize(
     "family, changed",
     [
-        ("joint", [("train.micro_batches", 4), ("model.remat", True), ("model.scan", False)]),
+        ("joint", [("train.micro_batches", 4), ("model.remat", "full"), ("model.scan", False)]),
         pytest.param("joint", [("train.micro_batches", 2)], marks=pytest.mark.slow),
-        pytest.param("independent", [("train.micro_batches", 4), ("model.remat", True)], marks=pytest.mark.slow),
+        pytest.param("independent", [("train.micro_batches", 4), ("model.remat", "full")], marks=pytest.mark.slow),
         pytest.param("independent", [("model.scan", False)], marks=pytest.mark.slow),
         ("joint", [("train.packing", True)]),
         pytest.param("independent", [("train.packing", True), ("train.micro_batches", 2)], marks=pytest.mark.slow),
@@ -245,7 +245,7 @@ class Loop:
     def _step(self, state, x0):
         self.did["batches"].append(hashlib.sha256(np.asarray(x0.tokens).tobytes()).hexdigest())
         step = int(state.step)
-        metrics = {"train/loss": self._loss(step + 1), "train/grad_norm": self._grad_norm(step + 1)}
+        metrics = {"train/loss": self._loss(step + 1), "train/grad_norm": self._grad_norm(step + 1), train.FLOPS: 1e9}
         return state.replace(step=jnp.int32(step + 1)), metrics
 
     def _checkpointer(loop):
@@ -379,6 +379,8 @@ def probe_optimizer(made, parts, mesh):
 class Sum:
     """In place of a process: the loss is t times the sum of all parameters."""
 
+    spec = None
+
     def loss(self, scores, canvas, targets):
         return {"loss": scores}
 
@@ -402,6 +404,7 @@ def probe_step(made, parts, mesh):
         patch.setattr(train, "corrupt_batch", corrupt)
         patch.setattr(train, "init_state", lambda *args: state)
         patch.setattr(evals, "network", network)
+        patch.setattr(flops, "of_step", lambda params, spec, columns: jnp.float32(0))
         patch.setattr(sharding, "param_shardings", lambda params, mesh: {"kernel": sharding.replicated(mesh)})
         return text(train.make_train_step(made, parts, mesh, None).trace(state, tiny.batch(parts, made)).jaxpr)
 
@@ -456,7 +459,7 @@ EFFECTS = {
     "model.dropout": (0.1, "network", ()),
     "model.rope_theta": (100.0, "network", ()),
     "model.dtype": ("bfloat16", "network", ()),
-    "model.remat": (True, "network", ()),
+    "model.remat": ("full", "network", ()),
     "model.scan": (False, "network", ()),
     "process.family": ("independent", "noise", ()),
     "process.eps": (0.01, "noise", ()),
@@ -714,10 +717,11 @@ def test_metrics_have_the_documented_keys(smoke_runs, family):
     assert [row["step"] for row in evaluated] == [15, 30]
     parts = {f"train/loss_{part}" for part in LOSS_PARTS.get(family, ("token",))}
     of_training = {"train/loss", "train/grad_norm", "train/learning_rate"} | parts
-    speed = {"perf/examples_per_s", "perf/tokens_per_s"}
+    speed = {f"perf/{name}" for name in ("examples_per_s", "tokens_per_s", "mfu", "mfu_padded")}
     for row in trained:
         assert row.keys() - speed == {"step", "time"} | of_training
         assert row.keys() & speed in (set(), speed)
+        assert all(0 < row["perf/mfu"] <= row["perf/mfu_padded"] for _ in row.keys() & {"perf/mfu"})
         assert math.isclose(row["train/loss"], sum(row[part] for part in parts), rel_tol=1e-5)
     assert sum(speed <= row.keys() for row in trained) >= 25  # all but those after a start or an evaluation
     names = ["exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated"]
@@ -731,6 +735,7 @@ def test_metrics_have_the_documented_keys(smoke_runs, family):
 def test_a_workdir_holds_what_the_readme_says(smoke_runs, family):
     there = {str(path.relative_to(smoke_runs[family])) for path in smoke_runs[family].rglob("*")}
     assert {"config.json", "metrics.jsonl", "curves.png", "tensorboard", "eval.json"} <= there
+    assert any(name.startswith("profile/") and name.endswith(".xplane.pb") for name in there)
     assert {"checkpoints/20", "checkpoints/30", "samples/step_00000030.jsonl", "samples/test.jsonl", "lock"} <= there
     card = json.loads((smoke_runs[family] / "eval.json").read_text())
     assert {"split", "n", "protocol", "sampler", "checkpoint", "commit"} == {

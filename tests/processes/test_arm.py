@@ -23,7 +23,7 @@ A, B_ = worlds.LETTERS
 EOS = worlds.VOCABULARY.eos
 MAX = 4
 MODEL = dict(num_layers=2, width=16, num_heads=2, mlp_width=32, cond_width=8, dropout=0.0, rope_theta=1e4,
-             dtype="float32", remat=False, scan=True)  # fmt: skip
+             dtype="float32", remat="none", scan=True)  # fmt: skip
 
 
 @functools.cache
