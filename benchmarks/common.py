@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -234,6 +235,41 @@ class Model:
             updates, state = update(gradient, state)
             params = optax.apply_updates(params, updates)
         return params
+
+
+def typical_lengths(name: str, num: int, max_length: int) -> np.ndarray:
+    """Of texts like those of `lm1b`, 28 tokens on average, or `owt`, some 500 of up to 1,024; shuffled."""
+    rng = np.random.default_rng(0)
+    if name == "lm1b":
+        fits = np.minimum(rng.gamma(4.0, 7.0, num), max_length)
+    else:
+        drawn = rng.gamma(4.0, 150.0, 4 * num)
+        fits = drawn[drawn <= max_length][:num]
+    return np.maximum(fits, 2).astype(np.int32)
+
+
+def random_texts(lengths: np.ndarray, vocabulary: Vocabulary, max_length: int) -> Example:
+    rng, ids = np.random.default_rng(1), np.flatnonzero(vocabulary.ordinary)
+    return texts_of((rng.choice(ids, length).tolist() for length in lengths), vocabulary, max_length)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """By ahead-of-time analysis: neither arguments nor outputs."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def seconds_in_turn(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """The fastest of so many calls of each, after one that is not timed. They take turns: what else the machine does
+    meets all of them."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    each = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            started = time.monotonic()
+            jax.block_until_ready(run())
+            each[name].append(time.monotonic() - started)
+    return {name: min(seconds) for name, seconds in each.items()}
 
 
 def run_timed(command: list[str], workdir: pathlib.Path, cpu_minutes: float | None = None) -> None:

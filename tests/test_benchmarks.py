@@ -1,11 +1,17 @@
 """Every sampler benchmark runs, and `event` returns the data when the network is right."""
 
 import dataclasses
+import functools
+import importlib
 import json
 import math
+import os
+from unittest import mock
 
 import jax
+import numpy as np
 import pytest
+from absl import flags
 from flax import nnx
 
 import children
@@ -13,9 +19,18 @@ from benchmarks import exact_sampling as exact
 from benchmarks.common import load_config
 from benchmarks.ngrams import bigram_bits, unigram_bits
 from dilm_jax import config as config_lib
+from dilm_jax.canvas import Vocabulary
 from dilm_jax.processes.independent import Independent
 from dilm_jax.sampling import SamplingOptions
 
+
+def script(name):
+    """The module of one that has flags of the same names as another."""
+    with mock.patch.dict(flags.FLAGS._flags(), clear=True):
+        return importlib.import_module(f"benchmarks.{name}")
+
+
+loss, noising, scaling = map(script, ("loss", "noising", "scaling"))
 NUM = 20_000
 FAMILIES = ("joint", "independent")
 
@@ -65,6 +80,9 @@ SCRIPTS = {
         "--train=configs/star_tiny_joint.py:smoke",
     ],
     "loading": ["--data=tests/data/sotu.txt", "--batch_size=8", "--steps=3"],
+    "loss": ["--shapes=2x16x50", "--width=16", "--alignments=sampled", "--repeats=1"],
+    "noising": ["--corpora=lm1b", "--families=independent", "--batch_sizes=8", "--dense_rows=1", "--repeats=1"],
+    "scaling": ["--only=meshes", "--meshes=2x2x2", "--steps=1"],
 }  # fmt: skip
 
 
@@ -106,6 +124,40 @@ def test_a_benchmark_runs(script, tmp_path):
     rows, _ = run_script(script, tmp_path, SCRIPTS[script])
     if script == "exact_sampling":
         assert {row["sampler"] for row in rows["worlds"]} == {"event"} and len(rows["worlds"]) == 2
+    if script == "loss":
+        assert max(rows["rows"][0]["difference"].values()) < 1e-5
+    if script == "scaling":
+        (row,) = rows["meshes"]
+        assert row["loss_difference"] < 1e-5 and not row["gathers_logits"]
+        assert not row["noising"] and row["step"]["all-reduce"]["bytes"] > 0
+
+
+@pytest.mark.slow
+def test_cost_by_tokens_is_drawn(tmp_path):
+    argv = ["--only=tokens", "--rows=1,2", "--repeats=1", f"--plot={tmp_path / 'plot.png'}"]
+    rows, _ = run_script("scaling", tmp_path, argv)
+    assert rows["tokens"]["columns"] == [128, 256]
+    assert rows["tokens"]["temp_bytes"][0] < rows["tokens"]["temp_bytes"][1]
+    assert 0 < (tmp_path / "plot.png").stat().st_size < 100_000
+
+
+@pytest.mark.slow
+def test_a_step_compiles_for_a_pod_that_is_not_there(tmp_path):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'dilm_jax[tpu]'")
+    model = "--model=num_layers=1,width=32,num_heads=2,mlp_width=32,cond_width=32"
+    argv = ["--only=pods", "--topologies=v5e:2x4", "--global_batch=64", model, f"--json={tmp_path / 'rows.json'}"]
+    before = functools.partial(os.unsetenv, "XLA_FLAGS")  # libtpu ends the process for one that it does not know
+    result = children.command("benchmarks.scaling", *argv, before=before).result()
+    assert result.code == 0, result.out + result.err
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["pods"]
+    assert row["chips"] == 8 and row["fits"] and not row["gathers_logits"]
+
+
+@pytest.mark.parametrize("argv, said", [("--meshes=2x2", "such as 2x2x2"), ("--only=pod", "pod is unknown")])
+@pytest.mark.slow
+def test_scaling_refuses_what_it_does_not_know(argv, said):
+    result = children.command("benchmarks.scaling", argv).result()
+    assert result.code == 2 and said in result.err
 
 
 @pytest.mark.torch
@@ -141,6 +193,103 @@ def test_quality_keeps_contexts_and_lengths(text_run, tmp_path):
 def test_text_prints_the_bound_beside_ngrams(text_run, tmp_path):
     _, out = run_script("text", tmp_path, [*OF_A_TEXT_RUN["text"], f"--workdir={text_run}"])
     assert "| bigrams |" in out and "| joint, bound |" in out
+
+
+PROGRAM = """\
+HloModule jit_step, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (arg: (s32[], f32[4,9])) -> (s32[], f32[4,9]) {
+  %reduced = f32[4,9]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+}
+
+%condition (arg.1: (s32[], f32[4,9])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%fused (p: bf16[2]) -> bf16[2,8] {
+  %gathered = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=2, dimensions={1}
+}
+
+ENTRY %main (x: f32[4,9]) -> f32[] {
+  %known = (s32[], f32[4,9]{1,0}) while(%t), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %begin = bf16[2,8]{1,0} fusion(%p), kind=kCustom, calls=%fused
+  %end = bf16[2,8]{1,0} all-gather(%p), channel_id=2, dimensions={1}
+  %moved = (f32[3]{0}, f32[3]{0}) collective-permute-start(%y), channel_id=3, source_target_pairs={{0,1}}
+  %done = f32[3]{0} collective-permute-done(%moved)
+  ROOT %both = (f32[]{:T(128)}, pred[9]{0}) all-reduce(%s, %m), channel_id=4, to_apply=%add, \
+metadata={op_name="jit(step)/all-gather("}
+}
+"""
+
+
+def test_collectives_of_a_program():
+    """In a loop as often as it runs, in pieces once, asynchronous ones by their result."""
+    found = scaling.summary(scaling.collectives(PROGRAM))
+    assert found == {
+        "all-gather": {"count": 1, "bytes": 32, "in_loops": False},
+        "all-reduce": {"count": 6, "bytes": 5 * 144 + 13, "in_loops": False},
+        "collective-permute": {"count": 1, "bytes": 12, "in_loops": False},
+    }
+    endless = scaling.summary(scaling.collectives(PROGRAM.replace("known_trip_count", "unknown")))
+    assert endless["all-reduce"] == {"count": 2, "bytes": 144 + 13, "in_loops": True}
+    assert scaling.described({}) == "none"
+    assert "all-reduce × 2+ (" in scaling.described(endless)
+    counted = PROGRAM.replace("known_trip_count", "unknown").replace(
+        "ROOT %less", "%n = s32[] constant(7)\n  ROOT %less"
+    )
+    assert scaling.summary(scaling.collectives(counted))["all-reduce"]["count"] == 8
+
+
+@pytest.mark.parametrize(
+    "shape, are", [((4, 7, 30), True), ((28, 15), True), ((12, 30), False), ((24, 15), False), ((28, 8), False)]
+)
+def test_gathered_logits_are_told_from_kernels(shape, are):
+    """Of 30 ids and a width of 12: whole, or shares of a tensor axis."""
+    found = scaling.Collective("all-gather", (shape,), 4, 1, False)
+    assert scaling.gathers_logits([found], 30, 12) == are
+    assert not scaling.gathers_logits([dataclasses.replace(found, kind="all-reduce")], 30, 12)
+
+
+def test_a_straight_line():
+    x = np.array([1.0, 2.0, 4.0, 8.0])
+    assert scaling.line(x, 3 * x + 2) == pytest.approx((3, 2, 1))
+    assert scaling.line(x, np.array([1.0, -1.0, 1.0, -1.0]))[2] < 0.5
+
+
+@pytest.mark.parametrize("keep", noising.KEEP.values())
+def test_a_collator_keeps_the_order_and_loses_nothing(keep):
+    """Row and targets together are the text."""
+    vocabulary = Vocabulary(size=20, pad=0, cls=1, bos=2, eos=3, mask=4)
+    text, rng = np.array([5, 7, 7, 9, 11, 13], np.int32), np.random.default_rng(0)
+    for _ in range(20):
+        row = noising.noised(rng, text, keep, lambda t: 4 * t, 1e-3, 8, vocabulary)
+        left = row["tokens"][2 : row["length"]].tolist()
+        for gap, token in reversed([*zip(row["gap"][row["asked"]], row["token"][row["asked"]], strict=True)]):
+            left.insert(gap - 1, token)
+        assert left == text.tolist()
+        assert row["num_in_gap"].sum() == row["asked"].sum() and row["tokens"][:2].tolist() == [1, 2]
+    dense = noising.add_dense(noising.collate([text], lambda text: row), 20)["counts"]
+    assert dense.shape == (1, 10, 20) and dense.sum() == row["asked"].sum()
+
+
+def test_laws_that_differ_are_seen():
+    rng = np.random.default_rng(0)
+    t, values = rng.random((2, 2000)), rng.normal(size=(2, 2000))
+    assert noising.largest_z(t[0], values[0], t[1], values[1]) < 4.5
+    assert noising.largest_z(t[0], values[0], t[1], values[1] + (t[1] > 0.9)) > 5
+    assert noising.largest_z(t[0], 0 * t[0], t[1], 0 * t[1]) == 0 < noising.largest_z(t[0], 0 * t[0], t[1], t[1] ** 0)
+
+
+def test_shapes_are_read_or_refused():
+    assert loss.parse_shape("8x128x30522") == (8, 128, 30522)
+    for wrong in ("8x128", "0x9x9", "8x128xV", "8x2x99"):
+        with pytest.raises(ValueError, match="canvases x columns x vocabulary"):
+            loss.parse_shape(wrong)
 
 
 def test_ngrams_by_hand():
