@@ -11,23 +11,35 @@ and a packed batch costs as many slices as training gives it rows, and finding t
 - packed_over_padded_examples: examples a second, packed over a canvas a row, both with fused scores, for uniform t;
 - ours_over_torch_examples: packed over a step of the same network in eager PyTorch, as one would write it first: a
   canvas a row, dense targets, float32, as many threads;
-- fused_over_dense_temp_bytes: temporary memory of loss and gradient with a canvas a row, by ahead-of-time analysis.
+- fused_over_dense_temp_bytes: temporary memory of the token loss and its gradient, fused over dense, by ahead-of-time
+  analysis (AOT), for --rows canvases of the network's width and vocabulary (as benchmarks/loss.py); and
+  step_temp_bytes: that of whole steps of the slice, each way.
 
 The losses of all ways are compared on the slice before anything is timed.
 """
 
-import time
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from benchmarks.common import ONE_DEVICE, load_config, print_row, read_lines, texts_of, write_json
+from benchmarks import token_loss
+from benchmarks.common import (
+    ONE_DEVICE,
+    load_config,
+    print_row,
+    random_texts,
+    read_lines,
+    seconds_in_turn,
+    temporary_bytes,
+    typical_lengths,
+    write_json,
+)
 from dilm_jax import cli, evals, packing, train
 from dilm_jax import config as config_lib
-from dilm_jax.canvas import Example
+from dilm_jax.canvas import NUM_SPECIAL_COLUMNS
 from dilm_jax.data.tokenizers import load_tokenizer
 
 _CONFIG = flags.DEFINE_string("config", "configs/lm1b_joint.py", "The network, the schedule and the loss.")
@@ -45,16 +57,13 @@ TIMES = ("uniform", "importance")
 
 def lengths_like(name: str, num: int, max_length: int) -> np.ndarray:
     """Lengths of texts, shuffled."""
-    rng = np.random.default_rng(0)
     if name == "owt" and max_length < 1000:
         raise ValueError(f"--lengths=owt needs texts of 1,024 tokens, not {max_length}: --config=configs/owt_joint.py")
     if name in ("lm1b", "owt"):
-        drawn = rng.gamma(4.0, 7.0, num) if name == "lm1b" else rng.gamma(4.0, 150.0, 4 * num)
-        fits = drawn[drawn <= max_length] if name == "owt" else np.minimum(drawn, max_length)
-        return np.maximum(fits[:num], 2).astype(np.int32)
+        return typical_lengths(name, num, max_length)
     encode = load_tokenizer(_TOKENIZER.value).encode
     found = np.array([min(len(encode(line)), max_length) for line in read_lines(name)])
-    return rng.permutation(np.resize(found[found > 0], num)).astype(np.int32)
+    return np.random.default_rng(0).permutation(np.resize(found[found > 0], num)).astype(np.int32)
 
 
 def load(times: str):
@@ -67,11 +76,6 @@ def load(times: str):
     )
     config_lib.validate(config, 1)
     return config, config_lib.build(config)
-
-
-def texts(lengths: np.ndarray, vocabulary, max_length: int) -> Example:
-    rng, ids = np.random.default_rng(1), np.flatnonzero(vocabulary.ordinary)
-    return texts_of((rng.choice(ids, length).tolist() for length in lengths), vocabulary, max_length)
 
 
 def fitted(length, num_columns: int, num_rows: int) -> packing.Packing:
@@ -90,22 +94,11 @@ def gradient(parts: config_lib.Parts, params, batch, packed=None, fused=True):
     return jax.value_and_grad(loss)(params)
 
 
-def seconds_of(run, *args) -> tuple[float, float]:
-    """(the first number of what it returns, seconds of a call after the first)."""
-    first = jax.tree.leaves(jax.block_until_ready(run(*args)))[0]
-    each = []
-    for _ in range(_REPEATS.value):
-        started = time.monotonic()
-        jax.block_until_ready(run(*args))
-        each.append(time.monotonic() - started)
-    return float(first.ravel()[0]), min(each)
-
-
 def measure(times: str) -> dict:
     """Figures of one way to draw t."""
     config, parts = load(times)
     vocabulary, L = parts.process.vocabulary, parts.task.max_length
-    x0 = texts(lengths_like(_LENGTHS.value, _BATCH.value, L), vocabulary, L)
+    x0 = random_texts(lengths_like(_LENGTHS.value, _BATCH.value, L), vocabulary, L)
     budget = train.num_packed_rows(config, parts, ONE_DEVICE, lambda step, rows: vars(x0))
     assert budget, "the config does not pack"
     draw = jax.jit(lambda x0: train.corrupt_batch(parts.process, ONE_DEVICE, 0, 0, x0)[:4])
@@ -115,7 +108,6 @@ def measure(times: str) -> dict:
     rows = int(packing.rows_needed(canvas.length, num_columns, 1)[0])
     fit = jax.jit(lambda length, num_rows: fitted(length, num_columns, num_rows), static_argnums=1)
     whole = fit(canvas.length, rows)
-    seconds = {"fit": seconds_of(fit, canvas.length, budget)[1]}
 
     # A slice of the packed rows has the texts that lie in every so many-th row: long and short ones.
     mine = np.asarray(whole.place[0, :, 0]) // num_columns
@@ -131,13 +123,14 @@ def measure(times: str) -> dict:
         "fused": jax.jit(lambda p, b: gradient(parts, p, b)),
         "dense": jax.jit(lambda p, b: gradient(parts, p, b, fused=False)),
     }
-    temp = {name: temporary_bytes(run[name].lower(params, padded_slice).compile()) for name in ("fused", "dense")}
-    losses = {name: float(run[name](params, packed_slice)[0]) for name in ("packed", "fused")}
-    np.testing.assert_allclose(losses["packed"], losses["fused"], rtol=1e-5)
-    _, seconds["packed"] = seconds_of(run["packed"], params, packed_slice)
-    for name in ("fused", "dense"):
-        losses[name], seconds[name] = seconds_of(run[name], params, padded_slice)
-    np.testing.assert_allclose(losses["fused"], losses["dense"], rtol=1e-5)
+    slices = {"packed": packed_slice, "fused": padded_slice, "dense": padded_slice}
+    temp = {name: temporary_bytes(run[name].lower(params, of).compile()) for name, of in slices.items()}
+    packed, fused = (float(run[name](params, packed_slice)[0]) for name in ("packed", "fused"))
+    np.testing.assert_allclose(packed, fused, rtol=1e-5)
+    fused, dense = (float(run[name](params, padded_slice)[0]) for name in ("fused", "dense"))
+    np.testing.assert_allclose(fused, dense, rtol=1e-5)
+    calls = {name: functools.partial(run[name], params, of) for name, of in slices.items()}
+    seconds = seconds_in_turn(calls | {"fit": functools.partial(fit, canvas.length, budget)}, _REPEATS.value)
 
     examples = {
         "packed": _BATCH.value / (seconds["packed"] * budget / len(chosen) + seconds["fit"]),
@@ -152,7 +145,7 @@ def measure(times: str) -> dict:
         "packed_ideal": num_columns / float(canvas.length.mean()),
         "packed_over_padded_examples": examples["packed"] / examples["fused"],
         "fused_over_dense_examples": examples["fused"] / examples["dense"],
-        "fused_over_dense_temp_bytes": temp["fused"] / temp["dense"],
+        "step_temp_bytes": temp,
         "examples_per_s": examples,
     }
     if _TORCH.value and times == "uniform" and config.process.family == "joint":
@@ -167,10 +160,6 @@ def measure(times: str) -> dict:
     return results
 
 
-def temporary_bytes(compiled: Any) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 def random_params(config, parts) -> dict:
     """Fresh parameters, with what starts at zero drawn, too: nothing must be optimised away."""
     optimizer, _ = train.make_optimizer(config)
@@ -181,12 +170,21 @@ def random_params(config, parts) -> dict:
 
 def main() -> None:
     results = [measure(times) for times in TIMES]
-    keys = ["times", "mean_columns", "packed_ideal", "packed_over_padded_examples", "fused_over_dense_examples"]
-    print_row([*keys, "fused_over_dense_temp_bytes", "of the ideal"], header=True)
+    keys = ["times", "mean_columns", "packed_ideal", "packed_over_padded_examples"]
+    print_row(
+        [*keys, "of the ideal", "fused_over_dense_examples", "MiB of a step (AOT): packed", "fused", "dense"],
+        header=True,
+    )
     for row in results:
         share = row["packed_over_padded_examples"] / row["packed_ideal"]
-        print_row([row[key] for key in keys] + [row["fused_over_dense_temp_bytes"], share])
+        memory = [row["step_temp_bytes"][name] / 2**20 for name in ("packed", "fused", "dense")]
+        print_row([row[key] for key in keys] + [share, row["fused_over_dense_examples"], *memory])
     first = dict(results[0])
+    config, parts = load("uniform")
+    columns, V = parts.task.max_length + NUM_SPECIAL_COLUMNS, parts.process.vocabulary.size
+    of_loss = token_loss.measure((_ROWS.value, columns, V), config.model.width, "sampled", "float32", repeats=0)
+    first["fused_over_dense_temp_bytes"] = of_loss["fused_over_dense_temp_bytes"]
+    print(f"\ntemporaries of the loss, fused over dense (AOT): {of_loss['fused_over_dense_temp_bytes']:.3f}")
     if "ours_over_torch_examples" in first:
         print(f"\npacked over PyTorch: {first['ours_over_torch_examples']:.2f} times as many examples a second")
     write_json(_JSON.value, first | {"lengths": _LENGTHS.value, "importance": results[1]})
