@@ -1,7 +1,8 @@
-"""The step that benchmarks/train.py compares with: our network in eager PyTorch, as one would write it first.
+"""What benchmarks/train.py and sampling.py compare with: our network in eager PyTorch, as one would write it first.
 
-A canvas a row, all logits, targets as dense counts [B, S, V], float32. Its loss is the joint family's cross-entropy
-with one gap for each token, and that of the length head; `plain_loss` is the same of our scores.
+A step: a canvas a row, all logits, targets as dense counts [B, S, V], float32. Its loss is the joint family's
+cross-entropy with one gap for each token, and that of the length head; `plain_loss` is the same of our scores.
+Sampling: `GrowingLoop`.
 """
 
 import time
@@ -106,3 +107,66 @@ def linear(x, of):
 
 def norm(x, scale):
     return F.layer_norm(x, x.shape[-1:], eps=EPSILON) * scale
+
+
+class GrowingLoop:
+    """Algorithm 2 (DILM-S, `euler`) as a loop in Python over steps: the buffer of tokens grows by a column a step, as
+    if every text got a token in each (or, `cut`, is as long as the longest text), and the host waits for each step.
+
+    Attributes:
+      rates: [N, 2, K] of insertions, a unit of time, at each step by whether the canvas is empty and how many tokens
+        are missing.
+      times: [N + 1] from 1 to 0.
+      network_times: [N] at which the network is asked.
+    """
+
+    def __init__(self, params: dict, model: dict, predictable, special: dict[str, int], rates, times, network_times):
+        self.params = jax.tree.map(lambda x: torch.tensor(np.asarray(x)), params)
+        self.model, self.special = model, special
+        self.predictable = torch.tensor(np.asarray(predictable))
+        self.rates, self.times, self.network_times = (
+            torch.tensor(np.asarray(x)) for x in (rates, times, network_times)
+        )
+
+    @torch.no_grad()
+    def __call__(self, batch_size: int, seed: int, cut: bool) -> list[list[int]]:
+        """Texts, from nothing."""
+        torch.manual_seed(seed)
+        tokens = torch.tensor([[self.special["cls"], self.special["bos"]]] * batch_size)
+        length = torch.full((batch_size,), 2)
+        for i in range(len(self.network_times)):
+            logits, lengths = self._network(tokens, length, self.network_times[i])
+            fire = torch.rand(batch_size) < self._rate(i, lengths, length) * (self.times[i] - self.times[i + 1])
+            column = torch.arange(tokens.shape[1])
+            is_open = (column >= 1) & (column < length[:, None])
+            logits = logits.masked_fill(~(self.predictable & is_open[..., None]), -torch.inf)
+            gap = torch.multinomial(torch.softmax(logits.logsumexp(-1), -1), 1)[:, 0]
+            token = torch.multinomial(torch.softmax(logits[torch.arange(batch_size), gap], -1), 1)[:, 0]
+            tokens = torch.stack([
+                torch.cat([row[: g + 1], new[None], row[g + 1 :]])
+                if fires
+                else torch.cat([row, torch.tensor([self.special["pad"]])])
+                for row, g, new, fires in zip(tokens, gap.tolist(), token, fire.tolist(), strict=True)
+            ])  # fmt: skip
+            length = length + fire
+            if cut:
+                tokens = tokens[:, : int(length.max())]
+        return [row[2:n].tolist() for row, n in zip(tokens, length.tolist(), strict=True)]
+
+    def _network(self, tokens, length, time_of):
+        column = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        occupied = column < length[:, None]
+        rows = {
+            "tokens": tokens,
+            "frozen": (column < 2) & occupied,
+            "open_gap": (column >= 1) & occupied,
+            "position": column,
+            "occupied": occupied,
+        }
+        return forward(self.params, self.model, rows, time_of.expand(len(tokens)))
+
+    def _rate(self, i: int, lengths, length):
+        number = torch.arange(lengths.shape[-1])
+        room = lengths.shape[-1] - 1 - (length - 2)
+        p = torch.softmax(lengths.masked_fill(number > room[:, None], -torch.inf), -1)
+        return (p * self.rates[i, (length == 2).long()]).sum(-1)

@@ -76,8 +76,8 @@ SCRIPTS = {
     "exact_sampling": ["--draws=50", "--family=joint", "--only=event"],
     "sampling": ["--config=configs/star_tiny_joint.py:smoke", "--num=4", "--batches=1,2", "--seconds=0.1"],
     "gpu_check": [
-        "--config=configs/lm1b_joint.py:smoke", "--batch_size=2", "--steps=1",
-        "--train=configs/star_tiny_joint.py:smoke",
+        "--config=configs/lm1b_joint.py", "--batch_size=4", "--steps=1",
+        "--only=numerics", "--only=training", "--only=loss",
     ],
     "loading": ["--data=tests/data/sotu.txt", "--batch_size=8", "--steps=3"],
     "loss": ["--shapes=2x16x50", "--width=16", "--alignments=sampled", "--repeats=1"],
@@ -177,6 +177,19 @@ def text_run(tmp_path_factory):
     result = children.command("dilm_jax.main", *argv).result()
     assert result.code == 0, result.err
     return workdir
+
+
+@pytest.mark.torch
+def test_texts_of_the_loop_in_pytorch_are_as_long_as_ours(text_run, tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'dilm_jax[torch]'")
+    argv = [f"--workdir={text_run}", "--steps=20", "--batch_size=24", "--repeats=1", "--only=euler"]
+    rows, _ = run_script("sampling", tmp_path, argv)
+    rows = {row["how"]: row for row in rows["networks"][0]["texts"]}
+    assert rows["euler, packed"]["tokens"] == pytest.approx(rows["euler, whole"]["tokens"], rel=0.05)
+    for how in ("euler in PyTorch, growing buffer", "euler in PyTorch, cut to the longest"):
+        assert rows[how]["tokens"] == pytest.approx(rows["euler, whole"]["tokens"], abs=4)  # some 0.5 is an error
+        (mean, error), (ours, of_ours) = rows[how]["entropy"], rows["euler, whole"]["entropy"]
+        assert abs(mean - ours) < 4 * math.hypot(error, of_ours)
 
 
 @pytest.mark.slow

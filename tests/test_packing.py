@@ -277,7 +277,6 @@ SAMPLED = [
     pytest.param("joint", "event", (), marks=pytest.mark.slow),
     ("independent", "leap", (("sampling.sampler", "leap"), ("sampling.num_steps", 8))),
     pytest.param("joint", "leap", (("sampling.sampler", "leap"), ("sampling.num_steps", 8)), marks=pytest.mark.slow),
-    pytest.param("independent", "event", (), marks=pytest.mark.slow),
     pytest.param("ilm", "one_by_one", (("sampling.stop_threshold", 0.0),), marks=pytest.mark.slow),
     pytest.param("flexmdm", "leap", (("sampling.num_steps", 8),), marks=pytest.mark.slow),
 ]
