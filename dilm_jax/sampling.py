@@ -132,25 +132,22 @@ class Packed:
     call: Callable[[Canvas, Float[Array, " B"], Packing | None], OfAllGaps]
     num_shards: int
 
-    def over(self, state: "State", move_by: Callable[[OfAllGaps, "State"], "State"]) -> "State":
-        """`move_by` the scores of a state. There is a program for each of a few numbers of rows; the least that holds
-        all is run. The last has a canvas a row."""
+    def with_scores(self, state: "State", move_by: Callable[[OfAllGaps, "State"], "State"]) -> "State":
+        """`move_by` the scores of a state. There is a program for each of a few numbers of rows, and one with a canvas
+        a row; the first that has room for all is run."""
         canvas, clock = state.canvas, state.clock
         counts, width = self.sizes(*canvas.tokens.shape)
-        if not counts:
-            return move_by(self.call(canvas, clock, None), state)
         slots = packing_lib.in_slots(canvas.length, ~state.done, (canvas, clock), width, self.num_shards)
 
-        def with_rows(num_rows):
-            return lambda state: move_by(
-                self.call(canvas, clock, slots.packing(canvas.length, canvas.num_columns, num_rows, width)), state
-            )
+        def program(num_rows):
+            def run(state):
+                packing = num_rows and slots.packing(canvas.length, canvas.num_columns, num_rows, width)
+                return move_by(self.call(canvas, clock, packing), state)
 
-        def with_all(state):
-            return move_by(self.call(canvas, clock, None), state)
+            return run
 
-        program = (slots.rows_needed > jnp.array(counts)).sum()
-        return jax.lax.switch(program, [*map(with_rows, counts), with_all], state)
+        chosen = (slots.rows_needed > jnp.array(counts)).sum()
+        return jax.lax.switch(chosen, [program(num_rows) for num_rows in (*counts, None)], state)
 
     def sizes(self, num_canvases: int, num_columns: int) -> tuple[list[int], int]:
         """Numbers of packed rows on a shard, each twice the one before, and the columns of such a row: room for two of
@@ -376,7 +373,7 @@ def generate(
             scores, kept = network.extend(state.canvas, state.clock, kept)
             return move_by(scores, state), kept
         if isinstance(network, Packed):
-            return network.over(state, move_by), kept
+            return network.with_scores(state, move_by), kept
         return move_by(network(state.canvas, state.clock), state), kept
 
     state = sampler.start(key, canvas, request)

@@ -267,6 +267,13 @@ def test_a_row_has_the_documented_keys(warm, prompts, generated):
         assert all(token < warm.parts.task.graphs.num_ids for token in ids)  # no special token
 
 
+def test_prompts_of_other_lengths_need_no_new_program(warm, prompts, generated):
+    before = warm._sample._cache_size()
+    shorter = [{"prompt": row["prompt"][: 2 + i]} for i, row in enumerate(prompts)]
+    assert [row["length"] - row["inserted"] for row in warm.generate(shorter)] == [2, 3, 4, 5]
+    assert warm._sample._cache_size() == before > 0
+
+
 def test_a_row_depends_on_its_seed_and_not_on_the_number_of_rows(warm, prompts, generated):
     fewer = warm.generate([row | {"id": f"row {i}", "seed": 3} for i, row in enumerate(prompts[:3])])
     assert fewer == generated[:3]

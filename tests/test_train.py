@@ -65,6 +65,12 @@ def test_micro_batches_remat_and_unrolling_change_no_number(family, changed):
     tiny.assert_close(got.state.params, want.state.params, 1e-5)
 
 
+def test_all_steps_share_one_program():
+    tiny.run(*tiny.BASE["joint"])
+    *_, step = tiny.world(*tiny.BASE["joint"])
+    assert step._cache_size() == 1
+
+
 @pytest.mark.parametrize("family", tiny.BASE)
 def test_passes_over_what_finds_no_room_change_no_number(family):
     """Two rows at a time for eight canvases of which no two fit into one."""
