@@ -33,7 +33,7 @@ PEAKS = {
     "TPU v5": 459e12,
     "TPU v4": 275e12,
 }
-PROBE = 1024  # of the square product that a device of no known peak is measured by
+PROBE = 512  # of the square product that a device of no known peak is measured by
 
 
 def of_step(params, spec: NetSpec, columns: Int[Array, " B"]) -> Float[Array, ""]:
@@ -65,7 +65,7 @@ def measured_peak(device: Any, size: int, dtype) -> float:
     a = jax.device_put(jax.random.normal(jax.random.key(0), (size, size), dtype), device)
     product, seconds = jax.jit(jnp.matmul), []
     jax.block_until_ready(product(a, a))
-    for _ in range(8):
+    for _ in range(4):
         started = time.perf_counter()
         jax.block_until_ready(product(a, a))
         seconds.append(time.perf_counter() - started)

@@ -100,7 +100,7 @@ def test_evaluation_counts_every_text_once_on_any_number_of_processes(tmp_path, 
         args = (number, port, str(tmp_path / "run"))
         processes = [children.Child(evaluate_as_process, index, *args) for index in range(number)]
         results = [process.result() for process in processes]
-        assert not any(result.code for result in results), results
+        assert not any(result.code for result in results), [(result.code, result.err[-2000:]) for result in results]
         cards[number] = json.loads(results[0].out.splitlines()[-1])
     for card in cards.values():
         assert card["n"] == 1003
