@@ -16,7 +16,7 @@ import children
 import dilm_jax
 import tiny
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import cli, evals
+from dilm_jax import cli, evals, sampling
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import Example
 from dilm_jax.data import loader, star
@@ -267,11 +267,12 @@ def test_a_row_has_the_documented_keys(warm, prompts, generated):
         assert all(token < warm.parts.task.graphs.num_ids for token in ids)  # no special token
 
 
-def test_prompts_of_other_lengths_need_no_new_program(warm, prompts, generated):
-    before = warm._sample._cache_size()
-    shorter = [{"prompt": row["prompt"][: 2 + i]} for i, row in enumerate(prompts)]
-    assert [row["length"] - row["inserted"] for row in warm.generate(shorter)] == [2, 3, 4, 5]
-    assert warm._sample._cache_size() == before > 0
+def test_prompts_of_other_lengths_need_no_new_program(warm, prompts, generated, monkeypatch):
+    monkeypatch.setattr(sampling, "generate", None)  # what a new program would be made of
+    shorter = [{"prompt": row["prompt"][: 2 + 2 * i]} for i, row in enumerate(prompts)]
+    assert [row["length"] - row["inserted"] for row in warm.generate(shorter)] == [2, 4, 6, 8]
+    with pytest.raises(TypeError, match="not callable"):
+        warm.generate(shorter[:3])  # of another batch size
 
 
 def test_a_row_depends_on_its_seed_and_not_on_the_number_of_rows(warm, prompts, generated):
