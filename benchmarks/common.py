@@ -36,7 +36,7 @@ from dilm_jax.losses import LossConfig
 from dilm_jax.processes.base import Process
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.request import Request
-from dilm_jax.sampling import Filters, Grid, Network, SamplingOptions, State, generate
+from dilm_jax.sampling import Cached, Filters, Grid, Network, Packed, SamplingOptions, State, generate
 from dilm_jax.schedules import LogLinear
 
 Setting = tuple[str, SamplingOptions]  # a sampler of a family, and what it is told
@@ -61,7 +61,7 @@ class Samplers:
     """Jitted (setting, keys, canvas, request or None) → the state at the end. A grid's number of steps is given to the
     program: one serves all of them."""
 
-    def __init__(self, process: Process, network: Network, filters: Filters):
+    def __init__(self, process: Process, network: Network | Packed | Cached, filters: Filters):
         self._process, self._network, self._filters = process, network, filters
         self._run = jax.jit(self._generate, static_argnums=(0, 1))
 
@@ -111,6 +111,22 @@ def load_config(name: str) -> ml_collections.ConfigDict:
     if not pathlib.Path(path).is_file():
         raise ValueError(f"--config: no file {path}")
     return runpy.run_path(path)["get_config"](variant or None)
+
+
+def load_parts(name: str, overrides: dict[str, Any], num_devices: int = 1) -> tuple[ml_collections.ConfigDict, Parts]:
+    """The config of FILE[:variant] with overrides by dotted key, and its parts. Of text it has but a vocabulary: what
+    the data of these benchmarks are is random."""
+    config = load_config(name)
+    text = {"data.path": "tests/data/sotu.txt", "data.tokenizer": BERT_VOCABULARY, "data.origin": ""}
+    config.update_from_flattened_dict((text if config.data.source == "text" else {}) | overrides)
+    config_lib.validate(config, num_devices)
+    return config, config_lib.build(config)
+
+
+def drawn_around(params: Any) -> Any:
+    """Parameters and a little noise: nothing is zero then, and optimised away or hidden. Numpy."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: np.asarray(x) + np.asarray(0.02 * rng.normal(size=x.shape), x.dtype), params)
 
 
 def star_easy() -> Corpus:

@@ -37,15 +37,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import AxisType
 
 import dilm_jax
 from benchmarks import token_loss
 from benchmarks.common import (
-    BERT_VOCABULARY,
     ONE_DEVICE,
     empty_canvas,
     load_config,
+    load_parts,
     print_row,
     random_texts,
     row_keys,
@@ -69,7 +68,6 @@ _ONLY = flags.DEFINE_multi_enum("only", None, ["numerics", "training", "sampling
 _SMALL = flags.DEFINE_bool("small", None, "Shrink everything; default: on a CPU.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
 
-TEXT = {"data.path": "tests/data/sotu.txt", "data.tokenizer": BERT_VOCABULARY, "data.origin": ""}  # no text is read
 SMALL = {"data.tokenizer": "bytes", "data.max_length": 62, "model.num_layers": 2, "model.width": 32}
 SMALL |= {"model.num_heads": 2, "model.mlp_width": 64, "model.cond_width": 16}
 FLOAT32_TOLERANCE = 1e-3  # of a network that is differentiated, with sums in another order
@@ -162,14 +160,6 @@ class Report:
         write_json(self._path, self.results)
 
 
-def load(name: str, overrides: dict[str, Any]) -> tuple[Any, Parts]:
-    """The config of a file, and its parts."""
-    config = load_config(name)
-    config.update_from_flattened_dict(overrides)
-    config_lib.validate(config, 1)
-    return config, config_lib.build(config)
-
-
 # --- the ceiling
 
 
@@ -196,7 +186,7 @@ def numerics(report: Report) -> None:
 
 def network_differences() -> dict[str, float]:
     """Largest difference from the CPU, over the largest entry. Raises ValueError for one above the tolerance."""
-    config, parts = load("configs/star_easy_joint.py:smoke", {"train.matmul_precision": "highest"})
+    config, parts = load_parts("configs/star_easy_joint.py:smoke", {"train.matmul_precision": "highest"})
     x0 = Example(**loader.train_batches(parts.task.source("train"), config.batch_size, 0).batch(0))
     with jax.default_device(jax.devices("cpu")[0]):
         draw = jax.jit(functools.partial(train.corrupt_batch, parts.process, cpu_mesh(), 0, 0))
@@ -224,8 +214,7 @@ def network_differences() -> dict[str, float]:
 
 
 def cpu_mesh():
-    names = tuple(ONE_DEVICE.axis_names)
-    return jax.make_mesh((1, 1, 1), names, axis_types=(AxisType.Auto,) * 3, devices=jax.devices("cpu")[:1])
+    return sharding.make_mesh(dict(ONE_DEVICE.shape), jax.devices("cpu")[:1])
 
 
 def attention_differences(packed: bool, causal: bool) -> dict[str, Any]:
@@ -332,7 +321,7 @@ class Training:
     def of(cls, name: str, batch_size: int, packing: bool) -> "Training":
         remat = {"model.remat": _REMAT.value} if _REMAT.value else {}
         overrides = {"batch_size": batch_size, "train.packing": packing} | remat
-        config, parts = load(name, TEXT | (SMALL if small() else {}) | overrides)
+        config, parts = load_parts(name, (SMALL if small() else {}) | overrides)
         texts, L = "owt" if parts.task.max_length > 1000 else "lm1b", parts.task.max_length
         batch = random_texts(typical_lengths(texts, batch_size, L), parts.process.vocabulary, L)
         num_rows = train.num_packed_rows(config, parts, ONE_DEVICE, lambda step, rows: vars(batch))
@@ -491,7 +480,7 @@ def trained() -> dict[str, Any]:
 
 def samples() -> dict[str, Any]:
     """Samples a second of lm1b's network as initialised, packed and with whole canvases."""
-    config, parts = load("configs/lm1b_joint.py", TEXT | (SMALL if small() else {}))
+    config, parts = load_parts("configs/lm1b_joint.py", SMALL if small() else {})
     optimizer, _ = train.make_optimizer(config)
     params = train.init_state(config, parts, optimizer, ONE_DEVICE).params
     sampler = parts.process.samplers(parts.sampling)[parts.sampler]

@@ -32,6 +32,7 @@ from flax import nnx
 from benchmarks.common import (
     ONE_DEVICE,
     Loaded,
+    Samplers,
     Setting,
     empty_canvas,
     event,
@@ -42,7 +43,7 @@ from benchmarks.common import (
     write_json,
 )
 from dilm_jax import canvas as canvas_lib
-from dilm_jax import cli, evals, sampling, text_metrics, worlds
+from dilm_jax import cli, evals, text_metrics, worlds
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import Canvas, Example
 from dilm_jax.data import star
@@ -201,15 +202,13 @@ def growing_loop(net: Loaded, num_steps: int):
 def ours(net: Loaded, setting: Setting, packed: bool) -> Callable[[int], list[list[int]]]:
     """Jitted."""
     process: Any = net.parts.process
-    name, options = setting
     network = evals.for_sampling(net.parts, ONE_DEVICE, net.params) if packed else net.network
-    runs = process.samplers(options)[name]
-    run = jax.jit(lambda key, canvas: sampling.generate(network, runs, key, canvas, Filters()).canvas)
+    samplers = Samplers(process, network, Filters())
     canvas = empty_canvas(_BATCH.value, process.max_length, process.vocabulary)
 
     def texts(seed: int):
-        tokens, length = canvas_lib.content(jax.device_get(run(row_keys(seed, _BATCH.value), canvas)))
-        return [evals.content_ids(*row) for row in zip(tokens, length, strict=True)]
+        state = jax.device_get(samplers(setting, row_keys(seed, _BATCH.value), canvas))
+        return [evals.content_ids(*row) for row in zip(*canvas_lib.content(state.canvas), strict=True)]
 
     texts(10**6)  # compiles
     return texts

@@ -26,7 +26,6 @@ import os
 import re
 import time
 from collections import Counter
-from unittest import mock
 
 import jax
 
@@ -37,10 +36,12 @@ if __name__ == "__main__":  # before anything below uses a device
 
 import numpy as np  # noqa: E402
 from absl import flags, logging  # noqa: E402
-from jax.sharding import AxisType, Mesh  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
 from benchmarks.common import (  # noqa: E402
-    load_config,
+    ONE_DEVICE,
+    drawn_around,
+    load_parts,
     print_row,
     random_texts,
     seconds_in_turn,
@@ -48,9 +49,9 @@ from benchmarks.common import (  # noqa: E402
     typical_lengths,
     write_json,
 )
-from dilm_jax import cli, packing, sharding, train  # noqa: E402
+from dilm_jax import cli, sharding, train  # noqa: E402
 from dilm_jax import config as config_lib  # noqa: E402
-from dilm_jax.canvas import NUM_SPECIAL_COLUMNS, Example  # noqa: E402
+from dilm_jax.canvas import NUM_SPECIAL_COLUMNS  # noqa: E402
 
 _CONFIG = flags.DEFINE_string("config", "configs/lm1b_joint.py", "FILE[:variant]; its data are not read.")
 _ONLY = flags.DEFINE_list("only", ["meshes", "pods", "tokens"], "Some of meshes, pods, tokens.")
@@ -67,7 +68,6 @@ _JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
 
 SMALL = {"num_layers": 2, "width": 48, "num_heads": 4, "mlp_width": 96, "cond_width": 48, "dropout": 0.0}
 MEMORY = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}  # GiB of a chip, by the maker
-TEXT = {"data.path": "tests/data/sotu.txt", "data.tokenizer": "tests/data/bert-base-uncased", "data.origin": ""}
 MIB = 2**20
 
 
@@ -187,35 +187,8 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 # --- Steps -----------------------------------------------------------------------------------------------------------
 
 
-def load(num_devices: int, **overrides):
-    """The config with overrides by dotted key, and its parts. No text is read."""
-    config = load_config(_CONFIG.value)
-    config.update_from_flattened_dict((TEXT if config.data.source == "text" else {}) | overrides)
-    config_lib.validate(config, num_devices)
-    return config, config_lib.build(config)
-
-
-def make_mesh(config, devices) -> Mesh:
-    axes = config_lib.mesh_shape(config, len(devices))
-    shape, names = tuple(axes.values()), tuple(axes)
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
-
-
-def packed_rows(config, parts, shards: int, batches: list[Example]) -> int | None:
-    """As `train.num_packed_rows`, for a mesh that need not be there."""
-    if not config.train.packing:
-        return None
-    mesh, parts_of = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}), config.train.micro_batches
-
-    @jax.jit
-    def needed(step, x0):
-        _, _, canvas, *_ = train.corrupt_batch(parts.process, mesh, config.seed, step, x0, config.data.infill_fraction)
-        rows = functools.partial(packing.rows_needed, num_columns=canvas.num_columns, num_shards=shards)
-        return jax.vmap(rows)(train.split(canvas.length, parts_of)).max(-1)
-
-    count = np.concatenate([np.asarray(needed(i, x0)) for i, x0 in enumerate(batches)])
-    most = config.batch_size // parts_of // shards
-    return min(math.ceil(count.mean() + 3 * count.std()), most) * shards
+def mesh_of(config, devices) -> Mesh:
+    return sharding.make_mesh(config_lib.mesh_shape(config, len(devices)), devices)
 
 
 def mesh_overrides(name: str) -> dict[str, int]:
@@ -230,18 +203,16 @@ def on_mesh(overrides: dict, num_devices: int) -> dict:
     """Losses of some steps of a small network, and the collectives of one and of its noising."""
     small = {f"model.{key}": value for key, value in SMALL.items()} | {"model.dtype": "float32"}
     exact = {"train.matmul_precision": "highest", "data.max_length": 30, "batch_size": 32}
-    config, parts = load(num_devices, **small, **exact, **overrides)
-    mesh, vocabulary = make_mesh(config, jax.devices()[:num_devices]), parts.process.vocabulary
+    config, parts = load_parts(_CONFIG.value, small | exact | overrides, num_devices)
+    mesh, vocabulary = mesh_of(config, jax.devices()[:num_devices]), parts.process.vocabulary
     x0 = random_texts(typical_lengths("lm1b", config.batch_size, parts.task.max_length), vocabulary, 30)
     rows = 2 * sharding.num_shards(mesh) if config.train.packing else None  # what finds no room takes another pass
     x0 = sharding.put_batch(x0, mesh, config.batch_size)
 
     optimizer, _ = train.make_optimizer(config)
     state = train.init_state(config, parts, optimizer, mesh)
-    rng = np.random.default_rng(0)  # what starts at zero hides what differs behind it
-    drawn = jax.tree.map(lambda x: np.asarray(x) + 0.02 * rng.standard_normal(x.shape, np.float32), state.params)
     places = jax.tree.map(lambda x: x.sharding, state.params)
-    state = dataclasses.replace(state, params=jax.device_put(drawn, places))
+    state = dataclasses.replace(state, params=jax.device_put(drawn_around(state.params), places))
     step = train.make_train_step(config, parts, mesh, rows).lower(state, x0).compile()
     of_step, losses = collectives(step.as_text()), []
     for _ in range(_STEPS.value):
@@ -285,22 +256,22 @@ def on_pod(topology: str) -> dict:
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     model = {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
-    config, parts = load(len(devices), batch_size=_BATCH.value, **{"mesh.fsdp": _FSDP.value}, **model)
-    mesh, L = make_mesh(config, devices), parts.task.max_length
+    size = {"batch_size": _BATCH.value, "mesh.fsdp": _FSDP.value}
+    config, parts = load_parts(_CONFIG.value, size | model, len(devices))
+    mesh, L = mesh_of(config, devices), parts.task.max_length
     lengths = typical_lengths("lm1b" if L < 1000 else "owt", _BATCH.value, L)
     x0 = random_texts(lengths, parts.process.vocabulary, L)
-    rows = packed_rows(config, parts, sharding.num_shards(mesh), [x0] * 2)
+    rows = train.num_packed_rows(config, parts, ONE_DEVICE, lambda step, rows: vars(x0), sharding.num_shards(mesh))
 
     optimizer, _ = train.make_optimizer(config)
-    with mock.patch.object(jax, "default_backend", return_value="tpu"):  # sizes are chosen by it
-        state = jax.eval_shape(lambda: train.init_state(config, parts, optimizer, mesh))
-        places = sharding.state_shardings(state, state.params, mesh)
-        abstract = functools.partial(jax.tree.map, lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at))
-        batch = abstract(x0, jax.tree.map(lambda _: sharding.batch_sharding(mesh), x0))
-        started = time.monotonic()
-        step = train.make_train_step(config, parts, mesh, rows).trace(abstract(state, places), batch)
-        compiled = step.lower(lowering_platforms=("tpu",)).compile()
-        seconds = time.monotonic() - started
+    state = jax.eval_shape(lambda: train.init_state(config, parts, optimizer, mesh))
+    places = sharding.state_shardings(state, state.params, mesh)
+    abstract = functools.partial(jax.tree.map, lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at))
+    batch = abstract(x0, jax.tree.map(lambda _: sharding.batch_sharding(mesh), x0))
+    started = time.monotonic()
+    step = train.make_train_step(config, parts, mesh, rows).trace(abstract(state, places), batch)
+    compiled = step.lower(lowering_platforms=("tpu",)).compile()
+    seconds = time.monotonic() - started
     memory, found = compiled.memory_analysis(), collectives(compiled.as_text())
     assert memory is not None
     arguments, temporaries = memory.argument_size_in_bytes, temporary_bytes(compiled)
@@ -345,8 +316,8 @@ def of_rows(num: int):
     Four texts fill a row, whatever the noise leaves of them."""
     small = {f"model.{key}": value for key, value in (SMALL | {"width": 128, "mlp_width": 512}).items()}
     overrides = {"model.dtype": "float32", "train.packing": True, "train.micro_batches": 1}
-    config, parts = load(1, batch_size=4 * num, **small, **overrides)
-    mesh, S = make_mesh(config, jax.devices()[:1]), parts.task.max_length + NUM_SPECIAL_COLUMNS
+    config, parts = load_parts(_CONFIG.value, {"batch_size": 4 * num} | small | overrides)
+    mesh, S = mesh_of(config, jax.devices()[:1]), parts.task.max_length + NUM_SPECIAL_COLUMNS
     lengths = np.full(4 * num, S // 4 - NUM_SPECIAL_COLUMNS)
     x0 = sharding.put_batch(random_texts(lengths, parts.process.vocabulary, parts.task.max_length), mesh, 4 * num)
     optimizer, _ = train.make_optimizer(config)

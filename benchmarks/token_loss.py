@@ -34,7 +34,8 @@ def noised(B: int, S: int, V: int):
 def token_loss(config: losses.LossConfig, fused: bool, head: TokenHead, hidden, kernel, canvas, targets):
     """Scores as the network gives them (backbone.Transformer), and their loss."""
     if fused:
-        log_sums = fused_lse(hidden, kernel, head, num_chunks(canvas.tokens.size, len(head.predictable)))
+        chunks = num_chunks(canvas.tokens.size, len(head.predictable), jax.default_backend())
+        log_sums = fused_lse(hidden, kernel, head, chunks)
         scores = FusedScores(hidden, kernel, log_sums, None, None, None, head)
     else:
         scores = Scores(head.scores(hidden, kernel), None, None)

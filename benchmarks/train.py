@@ -28,7 +28,8 @@ from absl import flags
 from benchmarks import token_loss
 from benchmarks.common import (
     ONE_DEVICE,
-    load_config,
+    drawn_around,
+    load_parts,
     print_row,
     random_texts,
     read_lines,
@@ -67,15 +68,11 @@ def lengths_like(name: str, num: int, max_length: int) -> np.ndarray:
 
 
 def load(times: str):
-    """The config of a step with one way to draw t, and its parts. No text is read."""
-    config = load_config(_CONFIG.value)
-    config.update_from_flattened_dict(
-        {"data.path": "tests/data/sotu.txt", "data.tokenizer": _TOKENIZER.value, "data.origin": ""}
-        | {"batch_size": _BATCH.value, "loss.time_sampling": times, "model.dropout": 0.0, "model.dtype": "float32"}
-        | {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
-    )
-    config_lib.validate(config, 1)
-    return config, config_lib.build(config)
+    """The config of a step with one way to draw t, and its parts."""
+    overrides = {"data.tokenizer": _TOKENIZER.value, "batch_size": _BATCH.value, "loss.time_sampling": times}
+    overrides |= {"model.dropout": 0.0, "model.dtype": "float32"}
+    overrides |= {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
+    return load_parts(_CONFIG.value, overrides)
 
 
 def fitted(length, num_columns: int, num_rows: int) -> packing.Packing:
@@ -117,7 +114,8 @@ def measure(times: str) -> dict:
     packed_slice, padded_slice = take(inside), take(inside[: len(chosen)])
     assert fit(packed_slice[2].length, len(chosen)).placed.all()
 
-    params = random_params(config, parts)
+    optimizer, _ = train.make_optimizer(config)
+    params = jax.device_put(drawn_around(train.init_state(config, parts, optimizer, ONE_DEVICE).params))
     run = {
         "packed": jax.jit(lambda p, b: gradient(parts, p, b, fitted(b[2].length, num_columns, len(chosen)))),
         "fused": jax.jit(lambda p, b: gradient(parts, p, b)),
@@ -158,14 +156,6 @@ def measure(times: str) -> dict:
         np.testing.assert_allclose(loss, torch_baseline.plain_loss(scores, canvas, targets), rtol=1e-4)
         results["ours_over_torch_examples"] = examples["packed"] / (len(chosen) / each)
     return results
-
-
-def random_params(config, parts) -> dict:
-    """Fresh parameters, with what starts at zero drawn, too: nothing must be optimised away."""
-    optimizer, _ = train.make_optimizer(config)
-    fresh = train.init_state(config, parts, optimizer, ONE_DEVICE).params
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.02 * rng.normal(size=x.shape), x.dtype), fresh)
 
 
 def main() -> None:

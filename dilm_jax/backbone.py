@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Key
 from dilm_jax.attention import attention
 from dilm_jax.canvas import CLS_COLUMN, Canvas
 from dilm_jax.packing import Packing
-from dilm_jax.scores import FusedScores, LastScores, Scores, TokenHead, fused_lse
+from dilm_jax.scores import FusedScores, LastScores, OfAllGaps, Scores, TokenHead, fused_lse
 
 TIME_FEATURES = 256  # cosines, then sines
 MAX_PERIOD = 1e4  # of the time features, in units of 1/1000 of noising time
@@ -149,7 +149,7 @@ class Transformer(nnx.Module):
         packing: Packing | None = None,
         num_chunks: int | None = None,
         mesh: Mesh | None = None,
-    ) -> Scores | FusedScores:
+    ) -> OfAllGaps:
         """Scores of every gap of a canvas at noising time `time` in [0, 1].
 
         `time` is not read unless `spec.uses_time`. Row b drops activations by `dropout_keys[b]` alone; None (or a

@@ -51,8 +51,8 @@ def network(parts: Parts, mesh) -> Callable:
     module = _module(parts, mesh)
 
     def apply(params, canvas, time, dropout_keys=None, packing=None, fused=False):
-        columns = (canvas.tokens if packing is None else packing.source).size
-        chunks = num_chunks(columns // sharding.num_shards(mesh), parts.process.vocabulary.size) if fused else None
+        columns = (canvas.tokens if packing is None else packing.source).size // sharding.num_shards(mesh)
+        chunks = num_chunks(columns, parts.process.vocabulary.size, mesh.devices.flat[0].platform) if fused else None
         with jax.default_matmul_precision(parts.matmul_precision):
             return module(params)(canvas, time, dropout_keys, packing, chunks, mesh)
 

@@ -22,9 +22,9 @@ from dilm_jax import alignment, losses
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas, Example, InsertionTargets, Vocabulary
 from dilm_jax.schedules import LARGEST_U, TimeSampler
-from dilm_jax.scores import FusedScores, Scores
+from dilm_jax.scores import OfAllGaps, Scores
 
-ValueOf = Callable[[Scores | FusedScores], Float[Array, " B"]]
+ValueOf = Callable[[OfAllGaps], Float[Array, " B"]]
 # (canvas, time, what is asked of the scores) → its values; canvases may be scored in several parts.
 ScoredValues = Callable[[Canvas, Float[Array, " B"], ValueOf], Float[Array, " B"]]
 BELOW_EPS_SHARE = 0.05  # of the draws of t, for [0, eps]
@@ -81,7 +81,7 @@ class Bounded(Protocol):
         """An exact draw of X_t given X_0 and that X_1 has no free token."""
         ...
 
-    def log_rates(self, scores: Scores | FusedScores, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
+    def log_rates(self, scores: OfAllGaps, canvas: Canvas, t: Float[Array, " B"]) -> Float[Array, "B S"]:
         """log R̂(i, w) − score(i, w): the model's rate of inserting w into gap i."""
         ...
 

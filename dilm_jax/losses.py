@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dilm_jax import alignment
 from dilm_jax import canvas as canvas_lib
 from dilm_jax.canvas import Canvas, InsertionTargets
-from dilm_jax.scores import FusedScores, Scores
+from dilm_jax.scores import OfAllGaps
 
 NEG_INF = -jnp.inf
 
@@ -52,14 +52,14 @@ class LossConfig:
 # --- The kernel: log p of (gap, token) -------------------------------------------------------------------------------
 
 
-def log_normalizer(scores: Scores | FusedScores, canvas: Canvas) -> Float[Array, " B"]:
+def log_normalizer(scores: OfAllGaps, canvas: Canvas) -> Float[Array, " B"]:
     """log Σ over open gaps and the vocabulary of exp score: the joint softmax's. 0 in rows without an open gap."""
     any_open = canvas.open_gap.any(-1)
     return _safe_logsumexp(jnp.where(canvas.open_gap, scores.lse(), NEG_INF), any_open)
 
 
 def log_token_terms(
-    scores: Scores | FusedScores,
+    scores: OfAllGaps,
     gap_offset: Float[Array, "B S"],
     gap_reference: Float[Array, "B S"],
     canvas: Canvas,
@@ -79,7 +79,7 @@ def log_token_terms(
 class Cells:
     """log p of insertions, from the scores and an offset a gap; the same queries as Scores."""
 
-    scores: Scores | FusedScores
+    scores: OfAllGaps
     gap_offset: Float[Array, "B S"]
 
     def at(self, gap: Int[Array, "B Q"], token: Int[Array, "B Q"]) -> Float[Array, "B Q"]:
@@ -191,7 +191,7 @@ def log_length_probs(logits: Float[Array, "*B K"], room: Int[Array, "*B"]) -> Fl
     return jax.nn.log_softmax(jnp.where(feasible, logits, NEG_INF), axis=-1)
 
 
-def log_gap_length_probs(scores: Scores | FusedScores, canvas: Canvas, max_length: int) -> Float[Array, "B S K"]:
+def log_gap_length_probs(scores: OfAllGaps, canvas: Canvas, max_length: int) -> Float[Array, "B S K"]:
     """log p_i(l), l = 0..max_length, of a head for each gap: as many as still fit the text."""
     room = canvas_lib.room(canvas, max_length)
     return log_length_probs(jnp.asarray(scores.length_logits), jnp.broadcast_to(room[:, None], canvas.tokens.shape))
@@ -209,7 +209,7 @@ def log_mean_length(log_p: Float[Array, "*B K"]) -> Float[Array, "*B"]:
 
 
 def sum_nll(
-    scores: Scores | FusedScores,
+    scores: OfAllGaps,
     token: Int[Array, "B Q"],
     asked: Bool[Array, "B Q"],
     column: Int[Array, "B Q"] | None = None,

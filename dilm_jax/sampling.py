@@ -154,8 +154,9 @@ class Packed:
         the longest canvases, so that of those just longer than a half of one three fit. Few canvases are not packed:
         each number is a program more to compile."""
         width, columns = 2 * (num_columns + -num_columns % 8), num_canvases // self.num_shards * num_columns
-        least = LEAST_COLUMNS if columns >= 8 * LEAST_COLUMNS else columns
-        counts = {-(-(least << i) // width) for i in range(columns.bit_length())}
+        if columns < 8 * LEAST_COLUMNS:
+            return [], width
+        counts = {-(-(LEAST_COLUMNS << i) // width) for i in range(columns.bit_length())}
         return sorted(count for count in counts if count * width < columns), width
 
 

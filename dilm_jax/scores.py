@@ -1,11 +1,11 @@
-"""Scores of insertions, and the ways to hold them: all of them, for samplers; or what they are made of, for losses.
+"""Scores of insertions, and the ways to hold them: all of them, or what they are made of.
 
 The scores of a canvas are logits [S, V], a row for each gap: at training sizes far more numbers than all activations.
 `FusedScores` answers the same questions without holding them: log-sums in chunks of the vocabulary, which the backward
 pass computes anew, and single scores as dot products.
 
-Shapes: B canvases of S columns, V vocabulary, D width, K length classes, Q queries a canvas; M rows, which are
-the canvases or, packed, hold several each.
+Shapes: B canvases of S columns, V vocabulary, D width, K length classes, Q queries a canvas; M rows of W columns, which
+are the canvases or, packed, hold several each.
 """
 
 import dataclasses
@@ -28,9 +28,8 @@ class Scores:
     """What the heads say about a canvas, float32. Logits are −inf at ids that are not predictable.
 
     Losses ask for `lse`, `at` and `outer` alone, except with targets="dense", which also asks for `dense`; samplers for
-    `lse` and `of_gaps`. Gradients
-    through all of them are finite, but `at` and `outer` are −inf for an id that is not predictable, and of no meaning
-    outside [0, S) x [0, V): mask such queries with a `where`.
+    `lse` and `of_gaps`. Gradients through all of them are finite, but `at` and `outer` are −inf for an id that is not
+    predictable, and of no meaning outside [0, S) x [0, V): mask such queries with a `where`.
     """
 
     logits: Float[Array, "B S V"]
@@ -111,7 +110,7 @@ class FusedScores:
     that lies nowhere, or has no such column, everything is finite (or −inf, of an id that is not predictable) and of no
     meaning."""
 
-    hidden: Float[Array, "M S D"]
+    hidden: Float[Array, "M W D"]
     kernel: Float[Array, "D V"]
     log_sums: Float[Array, "B S"]  # `fused_lse`, by canvas
     packing: Packing | None
@@ -162,18 +161,18 @@ class FusedScores:
 OfAllGaps = Scores | FusedScores
 
 
-def num_chunks(num_columns: int, vocab_size: int) -> int:
+def num_chunks(num_columns: int, vocab_size: int, platform: str) -> int:
     """Into how many chunks a device should cut the scores of so many columns: so few that each is a large product, so
     many that one is small beside the activations (and on a CPU near its cache)."""
-    at_once = 2**22 if jax.default_backend() == "cpu" else 2**26
+    at_once = 2**22 if platform == "cpu" else 2**26
     return max(1, -(-num_columns * vocab_size // at_once))
 
 
 def fused_lse(
-    hidden: Float[Array, "M S D"], kernel: Float[Array, "D V"], head: TokenHead, num_chunks: int
-) -> Float[Array, "M S"]:
+    hidden: Float[Array, "M W D"], kernel: Float[Array, "D V"], head: TokenHead, num_chunks: int
+) -> Float[Array, "M W"]:
     """log Σ_w exp score(i, w), from about `num_chunks` parts of the vocabulary one after the other, in the backward
-    pass too: neither holds more than M·S·V/num_chunks scores, rounded up to a few ids.
+    pass too: neither holds more than M·W·V/num_chunks scores, rounded up to a few ids.
 
     Each part writes columns of the kernel's gradient that no other does: parts of the columns of a canvas would each
     add to all of it, and on some devices hold their own beside the sum. It is as large as the scores of D columns.

@@ -4,6 +4,8 @@ Axes: `data` and `fsdp` share the batch, `fsdp` also the parameters, `tensor` th
 """
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,9 +29,10 @@ RULES = (
 )
 
 
-def make_mesh(axes: dict[str, int]) -> Mesh:
-    """A mesh over all devices. `axes` maps names to sizes, in order."""
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over these devices, or all. `axes` maps names to sizes, in order."""
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -116,14 +116,18 @@ def corrupt_batch(process: Process, mesh, seed: int, step, x0: Example, infill_f
 
 
 def num_packed_rows(
-    config: ml_collections.ConfigDict, parts: Parts, mesh, make_batch: Callable[[int, slice], dict[str, Any]]
+    config: ml_collections.ConfigDict,
+    parts: Parts,
+    mesh,
+    make_batch: Callable[[int, slice], dict[str, Any]],
+    num_shards: int | None = None,
 ) -> int | None:
     """How many rows of the mesh a step computes at a time, for the noised canvases of a micro-batch packed: three
     standard deviations above what the neediest shard of each in the first batches needs. `make_batch(step, rows)` gives
-    their examples. None: config.train.packing is off."""
+    their examples. `num_shards` are those of another mesh that the step is for. None: config.train.packing is off."""
     if not config.train.packing:
         return None
-    B, micro_batches, shards = config.batch_size, config.train.micro_batches, sharding.num_shards(mesh)
+    B, micro_batches, shards = config.batch_size, config.train.micro_batches, num_shards or sharding.num_shards(mesh)
 
     @functools.partial(jax.jit, out_shardings=sharding.replicated(mesh))
     def needed(step, x0):

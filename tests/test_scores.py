@@ -34,7 +34,7 @@ def test_a_loss_needs_a_part_of_the_memory_of_all_scores(shape, share):
     """With a kernel that is itself a quarter of that, and as much in its gradient: neither is copied."""
     rows, columns, vocab_size, _ = shape
     of = head(predictable=tuple((np.arange(vocab_size) > 4).tolist()))
-    chunks = num_chunks(rows * columns, vocab_size)
+    chunks = num_chunks(rows * columns, vocab_size, "cpu")
 
     def held(hidden, kernel):
         return Scores(of.scores(hidden, kernel), length_logits=None, stop_logits=None)

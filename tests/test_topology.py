@@ -103,6 +103,16 @@ def test_noising_needs_no_other_device(family):
 
 
 @children.on_eight_devices
+def test_packed_rows_of_a_mesh_that_is_not_there_are_those_of_one_that_is():
+    rows = []
+    for num_devices, num_shards in ((8, None), (1, 8)):
+        made, parts, mesh, _ = tiny.world("joint", BATCH, ("train.packing", True), num_devices=num_devices)
+        batches = loader.train_batches(parts.task.source("train"), made.batch_size, made.seed)
+        rows.append(train.num_packed_rows(made, parts, mesh, batches.batch, num_shards))
+    assert rows[0] == rows[1] and rows[0] % 8 == 0
+
+
+@children.on_eight_devices
 def test_every_parameter_follows_a_rule_and_the_big_ones_are_split():
     for overrides in ([("mesh.fsdp", 4)], [("mesh.fsdp", 2), ("mesh.tensor", 2)]):
         made, parts, mesh, _ = tiny.world("joint", BATCH, *overrides, num_devices=8)

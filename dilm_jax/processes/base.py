@@ -10,7 +10,7 @@ from dilm_jax.backbone import NetSpec
 from dilm_jax.canvas import Canvas, Example, Vocabulary
 from dilm_jax.sampling import Sampler, SamplingOptions
 from dilm_jax.schedules import TimeSampler
-from dilm_jax.scores import FusedScores, Scores
+from dilm_jax.scores import OfAllGaps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Process(Protocol):
         """An exact draw of X_t given X_0, and the targets of the loss. Row b depends on key b alone."""
         ...
 
-    def loss(self, scores: Scores | FusedScores, canvas: Canvas, targets) -> dict[str, Float[Array, " B"]]:
+    def loss(self, scores: OfAllGaps, canvas: Canvas, targets) -> dict[str, Float[Array, " B"]]:
         """{'loss', 'loss_token', …}: 'loss' and the parts whose sum it is; nats an example, float32."""
         ...
 
