@@ -70,7 +70,7 @@ def lengths_like(name: str, num: int, max_length: int) -> np.ndarray:
 def load(times: str):
     """The config of a step with one way to draw t, and its parts."""
     overrides = {"data.tokenizer": _TOKENIZER.value, "batch_size": _BATCH.value, "loss.time_sampling": times}
-    overrides |= {"model.dropout": 0.0, "model.dtype": "float32"}
+    overrides |= {"model.dropout": 0.0, "model.dtype": "float32", "train.micro_batches": 1}
     overrides |= {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
     return load_parts(_CONFIG.value, overrides)
 
@@ -103,6 +103,7 @@ def measure(times: str) -> dict:
     canvas = batch[2]
     num_columns = canvas.num_columns
     rows = int(packing.rows_needed(canvas.length, num_columns, 1)[0])
+    assert budget >= 0.9 * rows, f"{budget} rows are not those of the batch, which needs {rows}"
     fit = jax.jit(lambda length, num_rows: fitted(length, num_columns, num_rows), static_argnums=1)
     whole = fit(canvas.length, rows)
 
