@@ -65,7 +65,7 @@ _BATCH = flags.DEFINE_integer("batch_size", 64, "Texts at once.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 200, "Of the loop on texts.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 2, "Batches of texts that are timed, after one of ours.", lower_bound=1)
 _JUDGE = flags.DEFINE_string("judge", None, "A causal language model that scores texts.")
-_ONLY = flags.DEFINE_string("only", "", "Samplers whose name contains this.")
+_ONLY = flags.DEFINE_list("only", [""], "Samplers whose name contains one of these.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows here too.")
 
 SETTINGS: dict[str, Setting] = {
@@ -75,6 +75,10 @@ SETTINGS: dict[str, Setting] = {
 }
 SETTINGS |= grids(16, 64)
 TIMED: Setting = event()
+
+
+def is_asked_for(name: str) -> bool:
+    return any(part in name for part in _ONLY.value)
 
 
 def prompts(net: Loaded, x0: Example) -> Canvas:
@@ -233,7 +237,7 @@ def texts_of_loops(net: Loaded, judge: Judge | None) -> list[dict]:
         "event, whole": lambda: ours(net, event(), False),
         "event, packed": lambda: ours(net, event(), True),
     }
-    ways = {name: make() for name, make in ways.items() if _ONLY.value in name}
+    ways = {name: make() for name, make in ways.items() if is_asked_for(name)}
     seconds, made = {name: 0.0 for name in ways}, {name: [] for name in ways}
     for seed in range(_REPEATS.value):
         for name, way in ways.items():
@@ -274,7 +278,7 @@ def main() -> None:
         columns = ["sampler", "calls", "tokens", "calls a token", "moves saturated", "truncated", "exact match"]
         print_row(columns, header=True)
         for name, setting in SETTINGS.items():
-            if _ONLY.value not in name:
+            if not is_asked_for(name):
                 continue
             row = calls(net, setting, _NUM.value)
             costs.append({"sampler": name, **row})
