@@ -6,9 +6,8 @@
   largest difference of a loss from one device's, relative; the collectives of a step; whether the noising has any, and
   whether a step gathers logits, arrays with a row of V numbers that are no part of a kernel.
 - pods: --config as it is, with --global_batch texts a step, compiled ahead of time (AOT) for TPU pods that are not
-  there: for each of --topologies bytes a chip (arguments, temporaries, and all with what is not donated of the
-  outputs, against the memory of a chip), the collectives of a step with bytes a chip, seconds to compile. Nothing runs:
-  these are the compiler's figures, not measurements. Skipped where libtpu is not installed.
+  there: a row of `python -m dilm_jax.compile --compare` for each of --topologies. Nothing runs: these are the
+  compiler's figures, not measurements. Skipped where libtpu is not installed.
 - tokens: seconds of a step of a small network with packed canvases in 1, 2, 4, … rows, all full; its temporaries
   (AOT); and r² of a straight line through each. --plot draws them. Up to some 4 million scores are held at once, which
   bends the temporaries of few columns.
@@ -19,13 +18,7 @@ of which most steps need one.
 """
 
 import dataclasses
-import functools
-import importlib.util
 import math
-import os
-import re
-import time
-from collections import Counter
 
 import jax
 
@@ -39,7 +32,6 @@ from absl import flags, logging  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 from benchmarks.common import (  # noqa: E402
-    ONE_DEVICE,
     drawn_around,
     load_parts,
     print_row,
@@ -50,8 +42,10 @@ from benchmarks.common import (  # noqa: E402
     write_json,
 )
 from dilm_jax import cli, sharding, train  # noqa: E402
+from dilm_jax import compile as compile_lib  # noqa: E402
 from dilm_jax import config as config_lib  # noqa: E402
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS  # noqa: E402
+from dilm_jax.hlo import MIB, collectives, described, gathers_logits, summary  # noqa: E402
 
 _CONFIG = flags.DEFINE_string("config", "configs/lm1b_joint.py", "FILE[:variant]; its data are not read.")
 _ONLY = flags.DEFINE_list("only", ["meshes", "pods", "tokens"], "Some of meshes, pods, tokens.")
@@ -67,114 +61,6 @@ _PLOT = flags.DEFINE_string("plot", None, "Draw cost against tokens here.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures here too.")
 
 SMALL = {"num_layers": 2, "width": 48, "num_heads": 4, "mlp_width": 96, "cond_width": 48, "dropout": 0.0}
-MEMORY = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}  # GiB of a chip, by the maker
-MIB = 2**20
-
-
-# --- Programs as text ------------------------------------------------------------------------------------------------
-
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
-_COLLECTIVE = re.compile(rf" = (?P<type>\(?\w+\[.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*)[a-z0-9]*\[([\d,]*)\]")
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
-_CALLED = re.compile(r"%([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_BOUND = re.compile(r"ROOT .* compare\(.*%([\w.-]+)\), direction=LT")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One of a program, with what a device has of its result."""
-
-    kind: str
-    shapes: tuple[tuple[int, ...], ...]
-    num_bytes: int
-    times: int  # that it runs a step, as far as known
-    unknown: bool  # whether it runs more often: in a loop without a known end
-
-
-def shapes_and_bytes(text: str) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Of the arrays of an HLO type, such as `(f32[8,2]{1,0}, pred[])`."""
-    shapes, sizes = [], []
-    for dtype, dims in _ARRAY.findall(text):
-        shapes.append(tuple(map(int, dims.split(","))) if dims else ())
-        bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
-        sizes.append(math.prod(shapes[-1]) * bits // 8)
-    return shapes, sizes
-
-
-def computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """The name of the entry, and the lines of each computation of an HLO module."""
-    entry, lines, here = "", {}, []
-    for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            here = lines.setdefault(found["name"], [])
-            entry = found["name"] if found["entry"] else entry
-        else:
-            here.append(line)
-    return entry, lines
-
-
-def num_trips(loop: str, lines: dict[str, list[str]]) -> int | None:
-    """Of a while: what the compiler says, or the constant that its counter stays below; None: neither."""
-    if known := _TRIPS.search(loop):
-        return int(known[1])
-    condition = re.search(r"condition=%([\w.-]+)", loop)
-    text = "\n".join(lines[condition[1]]) if condition else ""
-    bound = _BOUND.search(text)
-    limit = bound and re.search(rf"%{re.escape(bound[1])} = s32\[\]\S* constant\((\d+)\)", text)
-    return int(limit[1]) if limit else None
-
-
-def collectives(text: str | None) -> list[Collective]:
-    """Those that a compiled HLO module runs; there is a text wherever XLA compiles. What a compiler has cut into pieces
-    (start, steps, end) keeps its channel and counts once."""
-    assert text is not None
-    entry, lines = computations(text)
-    found: dict[tuple, Collective] = {}
-
-    def visit(name: str, times: int, unknown: bool) -> None:
-        for line in lines[name]:
-            if match := _COLLECTIVE.search(line):
-                shapes, sizes = shapes_and_bytes(match["type"])
-                if match["start"] and match["kind"] != "all-reduce":  # (operands, results)
-                    shapes, sizes = shapes[len(shapes) // 2 :], sizes[len(sizes) // 2 :]
-                channel = re.search(r"channel_id=(\d+)", line)
-                key = (match["kind"], channel[1]) if channel else (name, line)
-                found.setdefault(key, Collective(match["kind"], tuple(shapes), sum(sizes), times, unknown))
-            trips = num_trips(line, lines) if " while(" in line else 1
-            for called in dict.fromkeys(_CALLED.findall(line.split(", metadata=")[0])):
-                if called in lines:
-                    visit(called, times * (trips or 1), unknown or trips is None)
-
-    visit(entry, 1, False)
-    return list(found.values())
-
-
-def summary(found: list[Collective]) -> dict[str, dict]:
-    """By kind: how many, their bytes, and whether any is in a loop without a known end."""
-    count, total, loops = Counter(), Counter(), set()
-    for one in found:
-        count[one.kind] += one.times
-        total[one.kind] += one.times * one.num_bytes
-        loops |= {one.kind} if one.unknown else set()
-    return {kind: {"count": count[kind], "bytes": total[kind], "in_loops": kind in loops} for kind in sorted(count)}
-
-
-def described(of_kinds: dict[str, dict]) -> str:
-    texts = [f"{kind} × {of['count']}{'+' * of['in_loops']} ({of['bytes'] / MIB:.3g})" for kind, of in of_kinds.items()]
-    return ", ".join(texts) or "none"
-
-
-def gathers_logits(found: list[Collective], vocab_size: int, width: int) -> bool:
-    """Whether one gathers rows of all or a share of V numbers that are no part of a kernel or an embedding."""
-
-    def is_logits(shape):
-        shares = {vocab_size // n for n in (1, 2, 4, 8) if vocab_size % n == 0}
-        rows = [math.prod(shape) // size for size in shares & set(shape)]
-        return bool(rows) and all(max(n, width) % min(n, width) for n in rows)
-
-    return any(one.kind == "all-gather" and any(map(is_logits, one.shapes)) for one in found)
 
 
 def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
@@ -219,13 +105,10 @@ def on_mesh(overrides: dict, num_devices: int) -> dict:
         state, metrics = step(state, x0)
         losses.append(float(metrics["train/loss"]))
 
-    placed = sharding.batch_sharding(mesh)
-    draw = lambda x0: train.corrupt_batch(parts.process, mesh, 0, 0, x0)[:4]  # noqa: E731
-    noise = jax.jit(draw, in_shardings=placed, out_shardings=placed)
     return {
         "losses": losses,
         "step": summary(of_step),
-        "noising": summary(collectives(noise.lower(x0).compile().as_text())),
+        "noising": compile_lib.noising(config, parts, mesh, "cpu"),
         "gathers_logits": gathers_logits(of_step, vocabulary.size, config.model.width),
     }
 
@@ -250,64 +133,28 @@ def meshes() -> list[dict]:
     return rows
 
 
-def on_pod(topology: str) -> dict:
-    """The figures of a step that is compiled for a pod."""
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+def on_pod(name: str) -> tuple[compile_lib.Figures, dict[str, dict]]:
+    """The figures of a step that is compiled for a pod, and the collectives of its noising."""
+    topology = compile_lib.parse_topology(name)
     model = {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
     size = {"batch_size": _BATCH.value, "mesh.fsdp": _FSDP.value}
-    config, parts = load_parts(_CONFIG.value, size | model, len(devices))
-    mesh, L = mesh_of(config, devices), parts.task.max_length
-    lengths = typical_lengths("lm1b" if L < 1000 else "owt", _BATCH.value, L)
-    x0 = random_texts(lengths, parts.process.vocabulary, L)
-    rows = train.num_packed_rows(config, parts, ONE_DEVICE, lambda step, rows: vars(x0), sharding.num_shards(mesh))
-
-    optimizer, _ = train.make_optimizer(config)
-    state = jax.eval_shape(lambda: train.init_state(config, parts, optimizer, mesh))
-    places = sharding.state_shardings(state, state.params, mesh)
-    abstract = functools.partial(jax.tree.map, lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at))
-    batch = abstract(x0, jax.tree.map(lambda _: sharding.batch_sharding(mesh), x0))
-    started = time.monotonic()
-    step = train.make_train_step(config, parts, mesh, rows).trace(abstract(state, places), batch)
-    compiled = step.lower(lowering_platforms=("tpu",)).compile()
-    seconds = time.monotonic() - started
-    memory, found = compiled.memory_analysis(), collectives(compiled.as_text())
-    assert memory is not None
-    arguments, temporaries = memory.argument_size_in_bytes, temporary_bytes(compiled)
-    total = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "topology": topology,
-        "chips": len(devices),
-        "mesh": dict(mesh.shape),
-        "columns_per_chip": (rows or _BATCH.value) // sharding.num_shards(mesh) * (L + NUM_SPECIAL_COLUMNS),
-        "argument_bytes": arguments,
-        "temp_bytes": temporaries,
-        "total_bytes": total,
-        "fits": total <= MEMORY[topology.split(":")[0]] * 2**30,
-        "collectives": summary(found),
-        "gathers_logits": gathers_logits(found, parts.process.vocabulary.size, config.model.width),
-        "compile_s": seconds,
-    }
+    config, parts = load_parts(_CONFIG.value, size | model, len(compile_lib.devices_of(topology)))
+    texts = compile_lib.random_texts(config.batch_size, parts.process.vocabulary, parts.task.max_length)
+    figures = compile_lib.measure(config, parts, topology, lambda step, rows: texts)
+    return figures, compile_lib.noising(config, parts, compile_lib.mesh_of(config, topology), topology.chip.platform)
 
 
 def pods() -> list[dict]:
-    if importlib.util.find_spec("libtpu") is None:
+    if compile_lib.compiler("tpu") is None:
         print("pods: skipped, libtpu is not installed: pip install 'dilm_jax[tpu]'")
         return []
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
-    titles = ["topology", "mesh", "columns a chip", "arguments, MiB", "temporaries, MiB", "all, MiB", "fits"]
-    titles += ["collectives (MiB a chip)", "s to compile"]
     print(f"{_CONFIG.value}, {_BATCH.value} texts a step, ahead-of-time compiled: nothing is run\n")
-    print_row(titles, header=True)
+    print_row(compile_lib.TITLES, header=True)
     rows = []
-    for topology in _TOPOLOGIES.value:
-        rows.append(on_pod(topology))
-        row = rows[-1]
-        sizes = [row[f"{name}_bytes"] / MIB for name in ("argument", "temp", "total")]
-        axes = " × ".join(f"{name} {size}" for name, size in row["mesh"].items())
-        cells = [*sizes, "yes" if row["fits"] else "no", described(row["collectives"]), row["compile_s"]]
-        print_row([topology, axes, row["columns_per_chip"], *cells])
+    for name in _TOPOLOGIES.value:
+        figures, of_noising = on_pod(name)
+        rows.append(dataclasses.asdict(figures) | {"noising": of_noising})
+        print_row(compile_lib.cells(figures, of_noising))
     return rows
 
 

@@ -1,15 +1,20 @@
 """The device mesh and where each array lives on it.
 
-Axes: `data` and `fsdp` share the batch, `fsdp` also the parameters, `tensor` the width of attention and MLP.
+Axes: `data` and `fsdp` share the batch, `fsdp` also the parameters, `tensor` the width of attention and MLP. Slices of
+TPUs, which a data-centre network joins, are the outermost part of `data`: only sums over the batch cross it.
 """
 
+import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,9 +35,36 @@ RULES = (
 
 
 def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over these devices, or all. `axes` maps names to sizes, in order."""
+    """A mesh over the first of these devices, or of all. `axes` maps names to sizes, in order.
+
+    Raises:
+      ValueError: where `data` does not divide over the slices, or there are too few devices.
+    """
+    devices = jax.devices() if devices is None else devices
     types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
+    return Mesh(arranged(axes, devices[: math.prod(axes.values())]), tuple(axes), axis_types=types)
+
+
+def arranged(axes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the shape of a mesh, near each other along its inner axes. Raises ValueError as `make_mesh`.
+
+    (`jax.make_mesh` refuses several slices; hosts of GPUs, which count as such there, may share any axis.)"""
+    sizes, slices = tuple(axes.values()), num_slices(devices)
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if axes["data"] % slices:
+        raise ValueError(
+            f"config.mesh.data {axes['data']} must be divisible by {slices} slices: no other axis may cross the "
+            "network between them"
+        )
+    between = tuple(slices if name == "data" else 1 for name in axes)
+    within = tuple(size // parts for size, parts in zip(sizes, between, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+
+
+def num_slices(devices: Sequence[Any]) -> int:
+    """How many slices of TPUs these belong to; 1 for other devices."""
+    return len({getattr(device, "slice_index", None) for device in devices if device.platform == "tpu"}) or 1
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -104,6 +136,31 @@ def state_shardings(state, params, mesh: Mesh):
         return shardings if like_params(subtree) else replicated(mesh)
 
     return jax.tree.map(place, state, is_leaf=like_params)
+
+
+def fetch(tree, mesh: Mesh):
+    """Arrays of the rows of a batch as a whole, in numpy, on every process.
+
+    They travel as bytes of one array: collectives that do not wait for each other may cross, and on CPUs hang.
+    (`multihost_utils.process_allgather` has one for each array.)"""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    rows, arrays, start = np.asarray(jax.device_get(_rows_as_bytes(mesh)(leaves))), [], 0
+    for leaf in leaves:
+        width = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+        arrays.append(np.ascontiguousarray(rows[:, start : start + width]).view(leaf.dtype).reshape(leaf.shape))
+        start += width
+    return jax.tree.unflatten(structure, arrays)
+
+
+@functools.cache
+def _rows_as_bytes(mesh: Mesh):
+    def as_bytes(x):
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, jnp.uint8)
+        return x.reshape(len(x), -1)
+
+    return jax.jit(lambda leaves: jnp.concatenate([*map(as_bytes, leaves)], 1), out_shardings=replicated(mesh))
 
 
 def put_batch(batch, mesh: Mesh, global_rows: int):

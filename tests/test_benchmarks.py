@@ -208,66 +208,6 @@ def test_text_prints_the_bound_beside_ngrams(text_run, tmp_path):
     assert "| bigrams |" in out and "| joint, bound |" in out
 
 
-PROGRAM = """\
-HloModule jit_step, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%body (arg: (s32[], f32[4,9])) -> (s32[], f32[4,9]) {
-  %reduced = f32[4,9]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add
-}
-
-%condition (arg.1: (s32[], f32[4,9])) -> pred[] {
-  ROOT %less = pred[] compare(%i, %n), direction=LT
-}
-
-%fused (p: bf16[2]) -> bf16[2,8] {
-  %gathered = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=2, dimensions={1}
-}
-
-ENTRY %main (x: f32[4,9]) -> f32[] {
-  %known = (s32[], f32[4,9]{1,0}) while(%t), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"5"}}
-  %begin = bf16[2,8]{1,0} fusion(%p), kind=kCustom, calls=%fused
-  %end = bf16[2,8]{1,0} all-gather(%p), channel_id=2, dimensions={1}
-  %moved = (f32[3]{0}, f32[3]{0}) collective-permute-start(%y), channel_id=3, source_target_pairs={{0,1}}
-  %done = f32[3]{0} collective-permute-done(%moved)
-  ROOT %both = (f32[]{:T(128)}, pred[9]{0}) all-reduce(%s, %m), channel_id=4, to_apply=%add, \
-metadata={op_name="jit(step)/all-gather("}
-}
-"""
-
-
-def test_collectives_of_a_program():
-    """In a loop as often as it runs, in pieces once, asynchronous ones by their result."""
-    found = scaling.summary(scaling.collectives(PROGRAM))
-    assert found == {
-        "all-gather": {"count": 1, "bytes": 32, "in_loops": False},
-        "all-reduce": {"count": 6, "bytes": 5 * 144 + 13, "in_loops": False},
-        "collective-permute": {"count": 1, "bytes": 12, "in_loops": False},
-    }
-    endless = scaling.summary(scaling.collectives(PROGRAM.replace("known_trip_count", "unknown")))
-    assert endless["all-reduce"] == {"count": 2, "bytes": 144 + 13, "in_loops": True}
-    assert scaling.described({}) == "none"
-    assert "all-reduce × 2+ (" in scaling.described(endless)
-    counted = PROGRAM.replace("known_trip_count", "unknown").replace(
-        "ROOT %less", "%n = s32[] constant(7)\n  ROOT %less"
-    )
-    assert scaling.summary(scaling.collectives(counted))["all-reduce"]["count"] == 8
-
-
-@pytest.mark.parametrize(
-    "shape, are", [((4, 7, 30), True), ((28, 15), True), ((12, 30), False), ((24, 15), False), ((28, 8), False)]
-)
-def test_gathered_logits_are_told_from_kernels(shape, are):
-    """Of 30 ids and a width of 12: whole, or shares of a tensor axis."""
-    found = scaling.Collective("all-gather", (shape,), 4, 1, False)
-    assert scaling.gathers_logits([found], 30, 12) == are
-    assert not scaling.gathers_logits([dataclasses.replace(found, kind="all-reduce")], 30, 12)
-
-
 def test_a_straight_line():
     x = np.array([1.0, 2.0, 4.0, 8.0])
     assert scaling.line(x, 3 * x + 2) == pytest.approx((3, 2, 1))
