@@ -52,7 +52,7 @@ from benchmarks.common import (
     typical_lengths,
     write_json,
 )
-from dilm_jax import attention, cli, evals, flops, sampling, sharding, train
+from dilm_jax import attention, cli, evals, flops, sampling, sharding, train, watch
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS, Example
 from dilm_jax.config import Parts
@@ -350,9 +350,10 @@ def speed(training: Training, ceiling: float | None) -> dict[str, Any]:
     """Figures of timed steps. Raises ValueError if the loss is not finite."""
     training.run(WARM_UP)
     seconds, metrics = training.run(num_steps := _STEPS.value or (2 if small() else 20))
-    train.check_finite(WARM_UP + num_steps, metrics[-1])
+    if not metrics[-1][watch.FINITE]:
+        raise ValueError(f"the loss is {metrics[-1]['train/loss']} after {WARM_UP + num_steps} steps, or was before")
     B, columns = len(training.x0.length), training.parts.task.max_length + NUM_SPECIAL_COLUMNS
-    useful = sum(float(of_step[train.FLOPS]) for of_step in metrics) / num_steps
+    useful = sum(float(of_step[watch.FLOPS]) for of_step in metrics) / num_steps
     padded = float(flops.of_step(training.state.params, training.parts.process.spec, jnp.full(B, columns)))
     each = seconds / num_steps
     row = {
@@ -463,6 +464,7 @@ def trained() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as workdir:
         started = time.monotonic()
         card = train.train(config, workdir)
+        assert card is not None, "told to stop"
         seconds = time.monotonic() - started
         run = dilm_jax.load(workdir)
         rows, _ = run.parts.task.default_rows(config.eval.batch_size)

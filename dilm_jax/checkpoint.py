@@ -7,8 +7,9 @@ killed run leaves either the whole step or nothing that is read.
 
 import functools
 import logging
+import operator
+import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,11 @@ PyTree = Any
 PROGRESS = "progress"
 
 
+def is_better_high(result: str) -> bool:
+    """Whether more of a figure is better."""
+    return result.endswith(("exact_match", "token_accuracy", "length_match"))
+
+
 class Checkpointer:
     """Saves and restores the steps of one directory.
 
@@ -31,14 +37,25 @@ class Checkpointer:
       directory: e.g. `<workdir>/checkpoints`. On many hosts all of them must name the same shared directory.
       keep: how many of the latest steps are kept. None opens the directory for reading only: nothing in it is
         ever changed, so a running training may be read.
+      every: multiples of it are kept, too.
+      best: as is the step that was best by this result of its evaluation, such as "eval/exact_match".
 
     Raises:
       ValueError: reading only, and the directory is missing or holds no complete step.
     """
 
-    def __init__(self, directory: str | pathlib.Path, keep: int | None = None):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        keep: int | None = None,
+        *,
+        every: int | None = None,
+        best: str | None = None,
+    ):
         _silence_orbax()
-        self.directory = pathlib.Path(directory).absolute()
+        self.directory = epath.Path(directory)
+        if "://" not in str(directory):
+            self.directory = epath.Path(pathlib.Path(directory).absolute())
         self._reading = keep is None
         if self._reading and not self.directory.is_dir():
             raise ValueError(
@@ -48,7 +65,10 @@ class Checkpointer:
             options = ocp.CheckpointManagerOptions(read_only=True, create=False)
         else:
             self._remove_leftovers()
-            options = ocp.CheckpointManagerOptions(preservation_policy=checkpoint_managers.LatestN(keep))
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=_preserved(keep, every, best),
+                best_fn=operator.itemgetter(best) if best else None,  # results are written only where there is one
+            )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         if self._reading and self.latest_step() is None:
             raise ValueError(f"no checkpoint in {self.directory}: it holds no complete step yet; train first")
@@ -61,8 +81,9 @@ class Checkpointer:
         """The complete steps, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, *, progress: dict, **trees: PyTree) -> None:
-        """Starts to write `trees` (pytrees of arrays, one item each) and `progress` (JSON) as `step`.
+    def save(self, step: int, *, progress: dict, results: dict[str, float] | None = None, **trees: PyTree) -> None:
+        """Starts to write `trees` (pytrees of arrays, one item each) and `progress` (JSON) as `step`. `results` of its
+        evaluation tell how good it is.
 
         Returns once the arrays are copied off the devices: the caller may donate them at once.
 
@@ -77,7 +98,8 @@ class Checkpointer:
                 "resume from it, delete the later steps, or use a new workdir"
             )
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        self._manager.save(step, args=ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(progress)}))
+        args = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(progress)})
+        self._write(lambda: self._manager.save(step, args=args, metrics=results))
 
     def restore(self, step: int | None, **abstract: PyTree) -> dict[str, PyTree]:
         """The named items of `step` (None: the latest), each placed as its abstract pytree says, and `progress`.
@@ -102,24 +124,24 @@ class Checkpointer:
         return self.restore(step, **{name: abstract})[name]
 
     def wait(self) -> None:
-        """Blocks until the step being written is complete. Raises what went wrong while writing it."""
-        self._manager.wait_until_finished()
+        """Blocks until the step being written is complete. Raises ValueError for what went wrong while writing it."""
+        self._write(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Waits, and ends the background threads."""
-        self._manager.close()
+        """Waits, and ends the background threads. Raises as `wait`."""
+        self._write(self._manager.close)
 
     def _remove_leftovers(self) -> None:
         """Removes what killed saves left. (Orbax can, but in a thread that may outlive a run that ends at once.)"""
         if jax.process_index() == 0:
             for path in self.directory.glob("*.orbax-checkpoint-tmp"):
-                shutil.rmtree(path)
+                path.rmtree()
 
     def _check_fit(self, step: int, name: str, tree: PyTree) -> None:
         """A checkpoint of another model is another error than a broken one, and dtypes are never cast in silence."""
 
         def stored_arrays():
-            metadata = ocp.StandardCheckpointHandler().metadata(epath.Path(self.directory / str(step) / name)).tree
+            metadata = ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name).tree
             return {leaf.name: (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(metadata)}
 
         stored = self._read(step, stored_arrays)
@@ -134,6 +156,24 @@ class Checkpointer:
                     f"{_describe(stored.get(key))} there and {_describe(wanted.get(key))} in this config"
                 )
 
+    def _write(self, write: Callable[[], Any]) -> None:
+        """`write()`, or a one-line ValueError if a step cannot be written: now, or one that was begun before."""
+        try:
+            write()
+            return
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # of Orbax, TensorStore or the system
+            reason = _reason(error)
+        raise ValueError(
+            f"a checkpoint cannot be written to {self.directory} ({reason}); make room or fix the directory, and the "
+            f"same command goes on from the last complete step ({self._last_on_disk()})"
+        )
+
+    def _last_on_disk(self) -> str:
+        steps = [int(path.name) for path in self.directory.glob("*") if path.name.isdigit()]
+        return str(max(steps)) if steps else "there is none"
+
     def _read(self, step: int, read: Callable[[], PyTree]) -> PyTree:
         """`read()`, or a one-line ValueError if the files of `step` are damaged."""
         _silence_abandoned_reads()
@@ -142,8 +182,7 @@ class Checkpointer:
         except (MemoryError, jax.errors.JaxRuntimeError):  # the machine's fault, not the files'
             raise
         except Exception as error:  # TensorStore's own errors arrive as plain Exception
-            message = str(error).split("\n")[0].split(". See full")[0].split(" [")[0][:300]
-            reason = f"{type(error).__name__}: {message}"
+            reason = _reason(error)
         raise ValueError(
             f"checkpoint {self.directory / str(step)} cannot be read ({reason}); "
             f"delete that directory to fall back to the step before it ({self._step_before(step)})"
@@ -152,6 +191,27 @@ class Checkpointer:
     def _step_before(self, step: int) -> str:
         earlier = [s for s in self.all_steps() if s < step]
         return str(earlier[-1]) if earlier else "there is none: training starts anew"
+
+
+def _preserved(latest: int, every: int | None, best: str | None) -> checkpoint_managers.PreservationPolicy:
+    policies: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(latest)]
+    if every:
+        policies.append(checkpoint_managers.EveryNSteps(every))
+    if best:
+        policies.append(
+            checkpoint_managers.BestN(
+                n=1,
+                get_metric_fn=operator.itemgetter(best),
+                reverse=not is_better_high(best),
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    return checkpoint_managers.AnyPreservationPolicy(policies)
+
+
+def _reason(error: Exception) -> str:
+    message = str(error).split("\n")[0].split(". See full")[0].split(" [")[0][:300]
+    return f"{type(error).__name__}: {message}"
 
 
 def _with_shardings(tree: PyTree) -> PyTree:

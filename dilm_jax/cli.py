@@ -4,17 +4,23 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 
 import jax
 from absl import app, flags
 
-from dilm_jax import config
+from dilm_jax import config, distributed
+
+_OUT_OF_DEVICE_MEMORY = (
+    "out of device memory; raise config.train.micro_batches, set config.model.remat, or lower batch sizes"
+)
 
 
 def run(main: Callable[[], None]) -> None:
     """Parses the flags and runs `main`. A ValueError, which is how this package reports wrong input, an OSError (a file
-    that cannot be written) and a lack of memory become `error: …` on standard error and exit status 2; Ctrl-C 130."""
+    that cannot be written) and a lack of memory become `error: …` on standard error and exit status 2; Ctrl-C 130. Of
+    several processes one that fails ends at once; `main` has returned in all of them before any ends well."""
     logging.getLogger("jax").setLevel(logging.WARNING)  # not which backends it looked for
 
     def guarded(argv: list[str]) -> None:
@@ -22,20 +28,24 @@ def run(main: Callable[[], None]) -> None:
             fail(f"unexpected argument {argv[1]!r}: flags start with --")
         try:
             main()
+            distributed.leave()
         except BrokenPipeError:  # whoever read the output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError, OverflowError) as error:
-            fail(str(error))
+            fail(str(distributed.described(error)))
         except MemoryError:
             fail("out of memory")
         except RecursionError:
             fail("the input is nested too deeply")
         except KeyboardInterrupt:
             fail("interrupted; the same command goes on from the last checkpoint, if it trains", status=130)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            fail("out of device memory; raise config.train.micro_batches, set config.model.remat, or lower batch sizes")
+        except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+                fail(_OUT_OF_DEVICE_MEMORY)
+            if isinstance(lost := distributed.described(error), distributed.Lost):
+                fail(str(lost))
+            distributed.end_at_once(1, traceback.format_exc())
+            raise
 
     app.run(guarded, flags_parser=_parse)
 
@@ -51,6 +61,7 @@ def fail(message: str, status: int = 2) -> None:
     """Ends the process with one line, which a long value must not hide."""
     line = " ".join(message.split())
     print(f"error: {line if len(line) <= 600 else line[:500] + ' … ' + line[-80:]}", file=sys.stderr)
+    distributed.end_at_once(status)
     sys.exit(status)
 
 

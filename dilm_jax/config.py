@@ -185,7 +185,10 @@ def default_config() -> ml_collections.ConfigDict:
     config.train.log_every = 100  # steps
     config.train.eval_every = 2_000
     config.train.checkpoint_every = 2_000
-    config.train.keep_checkpoints = 2
+    config.train.keep_checkpoints = 2  # of the latest
+    config.train.keep_every = 0  # steps: the checkpoints of its multiples are kept, too; 0: of none
+    config.train.keep_best = ""  # so is the best one by this figure of the periodic evaluation, as "eval/exact_match"
+    config.train.wandb = ""  # project of Weights & Biases that metrics go to as well
     config.train.matmul_precision = "default"
 
     config.mesh = ml_collections.ConfigDict()
@@ -276,6 +279,16 @@ def validate_values(config: ml_collections.ConfigDict) -> None:
             f"{named} reads the length posterior, of which loss.length='poisson_mean' fits the mean only; use "
             "sampling.sampler='euler' or loss.length='cross_entropy'"
         )
+    if config.train.keep_every % config.train.checkpoint_every:
+        raise ValueError(
+            f"config.train.keep_every is {config.train.keep_every}, which must be a multiple of train.checkpoint_every "
+            f"({config.train.checkpoint_every})"
+        )
+    if config.train.keep_best and config.train.checkpoint_every % config.train.eval_every:
+        raise ValueError(
+            f"config.train.keep_best needs an evaluation at each checkpoint: train.checkpoint_every "
+            f"({config.train.checkpoint_every}) must be a multiple of train.eval_every ({config.train.eval_every})"
+        )
     for key, split in (("eval.num_valid", "valid"), ("eval.num_test", "test")):
         if config.data.source == "star" and _get(config, key) > SPLIT_SIZES[split]:
             raise ValueError(
@@ -342,6 +355,7 @@ _NOT_NEGATIVE = (
     "optim.floor",
     "optim.weight_decay",
     "optim.adam_eps",
+    "train.keep_every",
 )
 
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dilm_jax import canvas as canvas_lib
@@ -187,9 +186,10 @@ class Evaluator:
         self._nll = make_nll(parts, self._process, mesh, num_times) if self._process else None
 
     def __call__(
-        self, params, split: str, num_examples: int | None, seed: int
+        self, params, split: str, num_examples: int | None, seed: int, between: Callable[[], None] = lambda: None
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Figures of the first `num_examples` (None: all) of the split, by metric; and one dict a sample.
+        """Figures of the first `num_examples` (None: all) of the split, by metric; and one dict a sample. `between` is
+        called after each batch.
 
         Raises ValueError for an unknown split, or more examples than it has.
         """
@@ -205,15 +205,16 @@ class Evaluator:
             real = np.flatnonzero(batches.weight(step))
             references += [content_ids(reference.tokens[b], reference.length[b]) for b in real]
             if index[0] < self._num_samples:
-                drawn = multihost_utils.process_allgather(self._sample(params, *inputs, None), tiled=True)
+                drawn = sharding.fetch(self._sample(params, *inputs, None), self._mesh)
                 scores = task.score(reference, drawn.tokens, drawn.length)
                 for b in real[index[real] < self._num_samples]:
                     samples.append(describe_sample(task, reference, drawn, scores, int(b), len(samples)))
                     generated.append(content_ids(drawn.tokens[b], drawn.length[b]))
             if self._nll:
-                draws = multihost_utils.process_allgather(self._nll(params, *inputs), tiled=True)
+                draws = sharding.fetch(self._nll(params, *inputs), self._mesh)
                 n = np.asarray(reference.free).sum(-1)
                 bounds.append((draws[real], n[real], np.asarray(reference.num_bytes)[real]))
+            between()
         averaged = [name for name, value in samples[0].items() if isinstance(value, int | float) and name != "index"]
         results = {name: float(np.mean([row[name] for row in samples])) for name in averaged}
         results |= task.summarize(references, generated)

@@ -17,10 +17,11 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 from absl import flags
 
 import dilm_jax
-from dilm_jax import cli, evals
+from dilm_jax import cli, distributed, evals
 from dilm_jax.data.sources import File
 from dilm_jax.data.store import Settings, tokenize_in_memory
 from dilm_jax.data.text import TextTask
@@ -29,6 +30,7 @@ from dilm_jax.evals import TextScorer
 from dilm_jax.judge import PROTOCOLS, Judge, protocol_named
 from dilm_jax.run import Run
 
+distributed.define_flags()
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run.")
 _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "Its step; the latest unless given.")
 _SPLIT = flags.DEFINE_string("split", "test", "train, valid or test.")
@@ -59,15 +61,16 @@ _TOKENIZER = flags.DEFINE_string("tokenizer", None, "With --data: bytes, chars, 
 
 def main() -> None:
     check_flags()
+    distributed.start(is_training=False)
     judge = None
-    if _JUDGE.value:
+    if _JUDGE.value and is_first():  # texts and figures come to all processes, and the first one reports them
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the judge needs a GPU's memory too
         protocol = protocol_named(_PROTOCOL.value or "plain")
         judge = functools.partial(Judge.load(_JUDGE.value).score, protocol=protocol)
     steps = [_number(text) for text in _STEPS.value or ()]
     if _SAMPLES.value:
-        card = score_file(pathlib.Path(_SAMPLES.value), judge)
-        print(evals.format_card(card))
+        if is_first():
+            print(evals.format_card(score_file(pathlib.Path(_SAMPLES.value), judge)))
     elif len(steps) > 1:
         compare_steps(steps, judge)
     else:
@@ -78,11 +81,17 @@ def main() -> None:
             stop_threshold=_STOP.value,
         )
         card, samples = evaluate(run, judge)
-        print(evals.format_card(card))
-        for line in evals.notes(run.parts, _SPLIT.value):
-            print(line)
-        evals.write_card(run.workdir / "eval.json", card)
-        evals.write_samples(run.workdir / "samples" / f"{_SPLIT.value}.jsonl", samples)
+        if is_first():
+            print(evals.format_card(card))
+            for line in evals.notes(run.parts, _SPLIT.value):
+                print(line)
+            evals.write_card(run.workdir / "eval.json", card)
+            evals.write_samples(run.workdir / "samples" / f"{_SPLIT.value}.jsonl", samples)
+            run.place.push()
+
+
+def is_first() -> bool:
+    return jax.process_index() == 0
 
 
 def check_flags() -> None:
@@ -127,9 +136,12 @@ def compare_steps(steps: list[int], judge: TextScorer | None) -> None:
     for options in evals.samplers_to_compare(trained.parts, _SAMPLER.value, steps):
         card, _ = evaluate(trained.with_sampling(**options), judge, bound=False)
         rows.append(card)
-        print(evals.format_quality(rows), flush=True)
-    evals.write_card(trained.workdir / "quality.json", *rows)
-    evals.plot_quality(rows, trained.workdir / "quality.png")
+        if is_first():
+            print(evals.format_quality(rows), flush=True)
+    if is_first():
+        evals.write_card(trained.workdir / "quality.json", *rows)
+        evals.plot_quality(rows, trained.workdir / "quality.png")
+        trained.place.push()
 
 
 def score_file(path: pathlib.Path, judge: TextScorer | None) -> dict[str, Any]:

@@ -10,9 +10,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from absl import flags
 from ml_collections import config_flags
 
-from dilm_jax import cli
+from dilm_jax import cli, distributed
 from dilm_jax.train import train
 
+distributed.define_flags()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an optional :variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config>[-<variant>] unless given.")
 _INIT_FROM = flags.DEFINE_string(
@@ -22,6 +23,7 @@ _PROFILE = flags.DEFINE_bool("profile", False, "Record some steps, for TensorBoa
 
 
 def main() -> None:
+    distributed.start(is_training=True)
     cli.cache_compilations()
     train(load_config(), _WORKDIR.value or default_workdir(), _INIT_FROM.value, _PROFILE.value)
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -25,10 +26,24 @@ class MetricsWriter:
       workdir: created if missing.
       resume_step: the step that training goes on from. Lines after it, which a killed run wrote beyond its last
         checkpoint, are cut, as is a torn last line. 0 for a run that starts anew; −1 also cuts a line of step 0.
+      evaluation_due: the evaluation of that step is still to be made; a line of it, which a killed run may have
+        written, is cut, too.
+      wandb: project of Weights & Biases that the metrics go to as well, none if empty.
       is_main: False on all processes but the first; then nothing is read or written.
+
+    Raises:
+      ValueError: if `wandb` is given and not installed.
     """
 
-    def __init__(self, workdir: str | os.PathLike, resume_step: int, *, is_main: bool = True):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        resume_step: int,
+        *,
+        evaluation_due: bool = False,
+        wandb: str = "",
+        is_main: bool = True,
+    ):
         self._file = None
         if not is_main:
             return
@@ -36,11 +51,12 @@ class MetricsWriter:
 
         directory = pathlib.Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
-        _cut(directory / FILE, resume_step)
+        _cut(directory / FILE, resume_step, evaluation_due)
         self._file = open(directory / FILE, "ab", buffering=0)  # noqa: SIM115 — closed by close()
         self._events = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=resume_step + 1, flush_secs=30
         )
+        self._wandb = _wandb_run(wandb, directory) if wandb else None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line. Values are Python, NumPy or JAX scalars; a float that is not finite becomes null."""
@@ -52,11 +68,15 @@ class MetricsWriter:
         self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())  # one write: never half a line
         for key, value in values.items():
             self._events.add_scalar(key, value, int(step))
+        if self._wandb is not None:
+            self._wandb.log(values, step=int(step))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._events.close()
+            if self._wandb is not None:
+                self._wandb.finish()
             self._file = None
 
 
@@ -206,11 +226,31 @@ def _rows(path: pathlib.Path) -> list[tuple[bytes, dict]]:
     return rows
 
 
-def _cut(path: pathlib.Path, last_step: int) -> None:
-    """Drops the lines after `last_step`: whole or not at all, however the process ends."""
+def _wandb_run(project: str, directory: pathlib.Path) -> Any:
+    """The run of Weights & Biases that belongs to a workdir: made once, and gone on with by each process after."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            "config.train.wandb is set, but wandb is not installed: pip install 'dilm_jax[wandb]', or leave it empty"
+        ) from None
+    file = directory / "wandb_id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    return wandb.init(project=project, name=directory.name, id=file.read_text(), resume="allow", dir=str(directory))
+
+
+def _cut(path: pathlib.Path, last_step: int, evaluation_due: bool) -> None:
+    """Drops the lines after `last_step`, and that of its evaluation if it is due: whole or not at all, however the
+    process ends."""
     if not path.is_file():
         return
-    kept = b"".join(line for line, row in _rows(path) if row["step"] <= last_step)
+
+    def stays(row):
+        is_evaluation = any(key.startswith("eval/") for key in row)
+        return row["step"] < last_step or (row["step"] == last_step and not (evaluation_due and is_evaluation))
+
+    kept = b"".join(line for line, row in _rows(path) if stays(row))
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(kept)
     os.replace(temporary, path)

@@ -11,6 +11,7 @@ import numpy as np
 
 from dilm_jax import canvas, evals, request, sharding, trace, train
 from dilm_jax import config as config_lib
+from dilm_jax import workdir as workdir_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
@@ -29,12 +30,16 @@ ASKS = NUMBERS | {"forbid", "require"}  # keys of a row that ask for more than t
 class Run:
     """EMA parameters of one checkpoint with the parts that its config describes."""
 
-    workdir: pathlib.Path
+    place: workdir_lib.Workdir
     config: ml_collections.ConfigDict
     parts: Parts
     mesh: jax.sharding.Mesh
     step: int
     params: Any
+
+    @property
+    def workdir(self) -> pathlib.Path:
+        return self.place.directory
 
     def with_sampling(self, **sampling: Any) -> "Run":
         """The same parameters and data under other values of config.sampling, as `load` takes them."""
@@ -252,18 +257,18 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
         override.
     """
     train.check_float32()
-    directory = train.local_directory(workdir)
-    config = train.read_config(directory)
+    place = workdir_lib.opened(workdir)
+    config = workdir_lib.read_config(place.directory)
     config.mesh.update({"data": -1, "fsdp": 1, "tensor": 1})  # the devices of this machine, not of the training
     config = _override(config, sampling)
-    parts = config_lib.build(config, directory)
+    parts = config_lib.build(config, place.directory)
     mesh = sharding.make_mesh(config_lib.mesh_shape(config, jax.device_count()))
-    checkpointer = Checkpointer(directory / train.CHECKPOINTS)
+    checkpointer = Checkpointer(place.checkpoints)
     step = checkpoint if checkpoint is not None else checkpointer.all_steps()[-1]
     abstract = evals.abstract_params(parts, mesh)
     params = checkpointer.restore_item(step, "ema", abstract)
     checkpointer.close()
-    return Run(workdir=directory, config=config, parts=parts, mesh=mesh, step=step, params=params)
+    return Run(place=place, config=config, parts=parts, mesh=mesh, step=step, params=params)
 
 
 def _override(config: ml_collections.ConfigDict, sampling: dict[str, Any]) -> ml_collections.ConfigDict:

@@ -6,12 +6,9 @@ micro-batches. Everything a step needs is in (state, batch of that step), so res
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
-import json
 import math
-import pathlib
-import time
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,20 +22,20 @@ from jax.sharding import PartitionSpec as P
 
 from dilm_jax import canvas as canvas_lib
 from dilm_jax import config as config_lib
-from dilm_jax import evals, flops, optim, schedules, sharding
+from dilm_jax import evals, flops, optim, schedules, sharding, watch
 from dilm_jax import packing as packing_lib
+from dilm_jax import workdir as workdir_lib
 from dilm_jax.canvas import Example
 from dilm_jax.checkpoint import Checkpointer
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
 from dilm_jax.data.task import SPLITS, Task
+from dilm_jax.distributed import Stopped, StopRequest
 from dilm_jax.metrics import MetricsWriter, Progress, plot
 from dilm_jax.processes.base import Process
+from dilm_jax.watch import FINITE, FLOPS, NotFinite
 
-CHECKPOINTS, CONFIG, LOCK, PROFILE = "checkpoints", "config.json", "lock", "profile"
 PACKING_TRIALS = 8  # batches that the number of packed rows is chosen by
-FLOPS = "perf/flops"  # of a step, among its metrics; the log has what they come to
-PROFILED = range(10, 15)  # steps after the start that --profile records
 
 
 @struct.dataclass
@@ -49,6 +46,7 @@ class TrainState:
     params: Any
     ema: Any
     opt_state: Any
+    finite: jax.Array  # False once the loss or the update of a step was not: that step and the next ones change nothing
 
 
 def make_optimizer(config: ml_collections.ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -82,6 +80,7 @@ def init_state(config: ml_collections.ConfigDict, parts: Parts, optimizer, mesh)
             params=params,
             ema=jax.tree.map(jnp.copy, params),
             opt_state=optimizer.init(params),
+            finite=jnp.bool(True),
         )
 
     abstract = jax.eval_shape(init)
@@ -136,8 +135,8 @@ def num_packed_rows(
         return jax.vmap(rows_needed)(split(canvas.length, micro_batches)).max(-1)
 
     rows = loader.local_rows(B, jax.process_index(), jax.process_count())
-    trials = [needed(i, sharding.put_batch(Example(**make_batch(i, rows)), mesh, B)) for i in range(PACKING_TRIALS)]
-    count = np.concatenate(jax.device_get(trials))
+    batches = (sharding.put_batch(Example(**make_batch(i, rows)), mesh, B) for i in range(PACKING_TRIALS))
+    count = np.concatenate([jax.device_get(needed(i, batch)) for i, batch in enumerate(batches)])
     return min(math.ceil(count.mean() + 3 * count.std()), B // micro_batches // shards) * shards
 
 
@@ -193,23 +192,28 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packe
         first = jax.tree.map(lambda x: x[0], parts_of)
         return jax.lax.scan(add, zeros_like(of_part, params, first), parts_of)[0]
 
+    def all_finite(*values):
+        return jnp.isfinite(jnp.stack(values)).all()
+
     def step(state: TrainState, x0: Example):
         batch = corrupt_batch(process, mesh, config.seed, state.step, x0, config.data.infill_fraction)
         canvas = batch[2]
         grads, terms = (in_parts if micro_batches > 1 else of_part)(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {f"train/{name}": value for name, value in terms.items()} | {
-            "train/grad_norm": optax.global_norm(grads),
-            "train/learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            FLOPS: flops.of_step(state.params, process.spec, canvas.length),
-        }
-        return TrainState(
+        norms = {"train/grad_norm": optax.global_norm(grads), "train/param_norm": optax.global_norm(params)}
+        metrics = {f"train/{name}": value for name, value in terms.items()} | norms
+        metrics["train/learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+        after = TrainState(
             step=state.step + 1,
             params=params,
             ema=optim.update_ema(state.ema, params, config.optim.ema_decay, state.step),
             opt_state=opt_state,
-        ), metrics
+            finite=state.finite & all_finite(metrics["train/loss"], *norms.values()),
+        )
+        metrics |= {FINITE: after.finite, FLOPS: flops.of_step(state.params, process.spec, canvas.length)}
+        kept = jax.tree.map(lambda new, old: jnp.where(after.finite, new, old), after, state)
+        return kept.replace(finite=after.finite), metrics
 
     abstract = jax.eval_shape(lambda: init_state(config, parts, optimizer, mesh))
     shardings = sharding.state_shardings(abstract, abstract.params, mesh)
@@ -223,20 +227,21 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packe
 
 def train(
     config: ml_collections.ConfigDict, workdir: str, init_from: str | None = None, profile: bool = False
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Trains until config.num_steps, resuming from the latest checkpoint in `workdir` if there is one, then runs the
     task's full evaluation on the test split. `profile` records some steps.
 
-    Returns the evaluation. Raises ValueError for a config that does not fit the devices or the run in `workdir`, for
-    a checkpoint that cannot be read, and when the loss is no longer finite.
+    Returns the evaluation; None if the run was told to stop (SIGTERM), and saved. Raises ValueError for a config that
+    does not fit the devices or the run in `workdir`, for a checkpoint that cannot be read or written, and when the loss
+    is no longer finite.
     """
     config_lib.validate(config, jax.device_count())
     check_float32()
     is_main = jax.process_index() == 0
-    directory = local_directory(workdir)
-    check_resume(config, directory)
+    place = workdir_lib.opened(workdir)
+    workdir_lib.check_resume(config, place)
     if init_from is not None:
-        read_config(local_directory(init_from))  # there must be a run, whether it is needed or not
+        workdir_lib.read_config(workdir_lib.opened(init_from).directory)  # there must be a run, needed or not
 
     parts = config_lib.build(config)
     check_splits(parts.task)  # reads the data: what is wrong with them comes before anything is written
@@ -246,11 +251,10 @@ def train(
     state = init_state(config, parts, optimizer, mesh)
     with contextlib.ExitStack() as stack:
         if is_main:
-            stack.enter_context(sole_writer(directory))
-        checkpointer = stack.enter_context(
-            contextlib.closing(Checkpointer(directory / CHECKPOINTS, keep=config.train.keep_checkpoints))
-        )
-        state = restore(checkpointer, state, init_from)
+            stack.enter_context(workdir_lib.sole_writer(place.directory))
+            stack.callback(place.push)  # however it ends
+        checkpointer = stack.enter_context(contextlib.closing(make_checkpointer(config, place)))
+        state, evaluation_due = restore(checkpointer, state, init_from)
         start = int(state.step)
         if start > config.num_steps:
             raise ValueError(
@@ -258,76 +262,154 @@ def train(
                 "use another workdir"
             )
         if is_main:
-            write_config(config, directory)
-            parts.task.save(directory)
+            workdir_lib.write_config(config, place.directory)
+            parts.task.save(place.directory)
         progress = stack.enter_context(contextlib.closing(Progress(config.num_steps, start, is_main=is_main)))
-        writer = stack.enter_context(contextlib.closing(MetricsWriter(directory, start, is_main=is_main)))
-        progress.note(describe(config, parts, state, mesh, start, workdir))
+        writer = MetricsWriter(
+            place.directory, start, evaluation_due=evaluation_due, wandb=config.train.wandb, is_main=is_main
+        )
+        stack.enter_context(contextlib.closing(writer))
+        first_line = describe(config, parts, state, mesh, start, workdir)
+        progress.note(first_line)
+        if not is_main:
+            print(first_line, file=sys.stderr)
         if init_from is not None and start > 0:
             progress.note(f"{workdir} has a checkpoint: parameters come from there, not from {init_from}")
         for line in notes:
             progress.note(line)
-        return fit(config, parts, mesh, state, checkpointer, writer, progress, directory, profile)
+        return Fit(config, parts, mesh, state, evaluation_due, checkpointer, writer, progress, place)(profile)
 
 
-def fit(
-    config: ml_collections.ConfigDict,
-    parts: Parts,
-    mesh,
-    state: TrainState,
-    checkpointer: Checkpointer,
-    writer: MetricsWriter,
-    progress: Progress,
-    directory: pathlib.Path,
-    profile: bool,
-) -> dict[str, Any]:
+class Fit:
     """The loop from `state.step` on, and the evaluation after it. Metrics are on disk before the checkpoint of their
     step is: what a killed run repeats is cut from metrics.jsonl, and nothing is missing."""
-    report = Reporter(config, parts, mesh, writer, progress)
-    profiler = Profiler(directory / PROFILE, progress) if profile else None
-    batches = loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
-    rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
-    sizes = config.eval
-    evaluator = evals.Evaluator(parts, mesh, sizes.batch_size, sizes.num_times, sizes.num_samples)
-    num_valid, num_test = (min(sizes[f"num_{name}"], len(parts.task.source(name))) for name in ("valid", "test"))
-    packed_rows = num_packed_rows(config, parts, mesh, batches.batch)
-    if packed_rows:
-        progress.note(f"canvases are packed: {packed_rows} rows at a time for {config.batch_size} of them")
-    train_step = make_train_step(config, parts, mesh, packed_rows)
 
-    start = int(state.step)
-    for step, batch in loader.prefetch(lambda i: batches.batch(i, rows), range(start, config.num_steps)):
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        parts: Parts,
+        mesh,
+        state: TrainState,
+        evaluation_due: bool,
+        checkpointer: Checkpointer,
+        writer: MetricsWriter,
+        progress: Progress,
+        place: workdir_lib.Workdir,
+    ):
+        self._config, self._parts, self._mesh = config, parts, mesh
+        self._place, self._directory = place, place.directory
+        self._state, self._evaluation_due = state, evaluation_due  # of its step
+        self._results = (-1, {})  # of the last evaluation, with its step
+        self._checkpointer, self._progress = checkpointer, progress
+        heartbeat = watch.Heartbeat(self._directory / workdir_lib.HEARTBEAT, is_main=jax.process_index() == 0)
+        self._report = watch.Reporter(config, parts, mesh, writer, progress, heartbeat)
+        self._batches = loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
+        sizes = config.eval
+        self._evaluator = evals.Evaluator(parts, mesh, sizes.batch_size, sizes.num_times, sizes.num_samples)
+
+    @property
+    def _step(self) -> int:
+        return int(self._state.step)
+
+    def __call__(self, profile: bool) -> dict[str, Any] | None:
+        try:
+            with StopRequest() as stop:
+                try:
+                    self._train(stop, profile)
+                    return self._test(stop)
+                except Stopped:
+                    self._save_and_say()
+        except NotFinite as error:
+            raise ValueError(self._keep_evidence(error)) from None
+        return None
+
+    def _train(self, stop: StopRequest, profile: bool) -> None:
+        config, start = self._config, self._step
+        profiler = watch.Profiler(self._directory / workdir_lib.PROFILE, self._progress) if profile else None
+        packed_rows = num_packed_rows(config, self._parts, self._mesh, self._batches.batch)
+        if packed_rows:
+            self._progress.note(f"canvases are packed: {packed_rows} rows at a time for {config.batch_size} of them")
+        train_step = make_train_step(config, self._parts, self._mesh, packed_rows)
+        if self._evaluation_due:
+            self._evaluate(stop)
+
+        rows = loader.local_rows(config.batch_size, jax.process_index(), jax.process_count())
+        for step, batch in loader.prefetch(lambda i: self._batches.batch(i, rows), range(start, config.num_steps)):
+            if profiler:
+                profiler.before(step - start, self._state)
+            x0 = sharding.put_batch(Example(**batch), self._mesh, config.batch_size)
+            self._state, metrics = train_step(self._state, x0)
+            step += 1
+            is_last = step == config.num_steps
+            self._report.saw(step, batch, metrics, step % config.train.log_every == 0 or is_last)
+            if step % config.train.eval_every == 0:
+                self._evaluate(stop)
+            if step % config.train.checkpoint_every == 0 or is_last:
+                self._report.pause(step, "saving")
+                self._save()
+            stop.check()
+        self._checkpointer.wait()
         if profiler:
-            profiler.before(step - start, state)
-        x0 = sharding.put_batch(Example(**batch), mesh, config.batch_size)
-        state, metrics = train_step(state, x0)
-        report.saw(batch, metrics)
-        report.flush()  # the last metrics, now that the device has work again
-        step += 1
-        if step % config.train.log_every == 0 or step == config.num_steps:
-            report.add(step, metrics)
-        if step % config.train.eval_every == 0:
-            report.flush()
-            results, samples = evaluator(state.ema, "valid", num_valid, config.seed)
-            report.evaluation(step, results)
-            evals.write_samples(directory / "samples" / f"step_{step:08d}.jsonl", samples)
-        if step % config.train.checkpoint_every == 0 or step == config.num_steps:
-            report.flush()
-            check_finite(step, metrics)  # a step without a line of its own in the log
-            check_finite_params(state)
-            save(checkpointer, state)
+            profiler.close()
 
-    checkpointer.wait()
-    if profiler:
-        profiler.close()
-    results, samples = evaluator(state.ema, "test", num_test, config.seed)
-    evals.write_samples(directory / "samples" / "test.jsonl", samples)
-    card = evals.card(parts, results, split="test", num=num_test, checkpoint=int(state.step), seed=config.seed)
-    if jax.process_index() == 0:
-        evals.write_card(directory / "eval.json", card)
-        plot(directory)
-    progress.note(evals.format_card(card))
-    return card
+    def _evaluate(self, stop: StopRequest) -> None:
+        """The periodic evaluation."""
+        num = min(self._config.eval.num_valid, len(self._parts.task.source("valid")))
+        self._report.pause(self._step, "evaluating")
+        self._evaluation_due = True  # until it is done
+        results, samples = self._evaluator(self._state.ema, "valid", num, self._config.seed, stop.check)
+        self._report.evaluation(self._step, results)
+        if self._config.train.keep_best not in ("", *results):
+            best, there = self._config.train.keep_best, ", ".join(results)
+            raise ValueError(f"config.train.keep_best is {best!r}, but the evaluation has {there}")
+        evals.write_samples(self._directory / workdir_lib.SAMPLES / f"step_{self._step:08d}.jsonl", samples)
+        self._evaluation_due, self._results = False, (self._step, results)
+
+    def _test(self, stop: StopRequest) -> dict[str, Any]:
+        """The evaluation after training."""
+        num, seed = min(self._config.eval.num_test, len(self._parts.task.source("test"))), self._config.seed
+        self._report.pause(self._step, "testing")
+        results, samples = self._evaluator(self._state.ema, "test", num, seed, stop.check)
+        evals.write_samples(self._directory / workdir_lib.SAMPLES / "test.jsonl", samples)
+        card = evals.card(self._parts, results, split="test", num=num, checkpoint=self._step, seed=seed)
+        if jax.process_index() == 0:
+            evals.write_card(self._directory / "eval.json", card)
+            plot(self._directory)
+        self._progress.note(evals.format_card(card))
+        self._report.pause(self._step, "done")
+        return card
+
+    def _save(self) -> None:
+        if jax.process_index() == 0:
+            self._place.push()
+        step, results = self._results
+        save(self._checkpointer, self._state, self._evaluation_due, results if step == self._step else None)
+
+    def _save_and_say(self) -> None:
+        self._report.pause(self._step, "stopping")
+        self._save()
+        self._checkpointer.wait()
+        self._progress.note(f"told to stop: saved at step {self._step}, from where the same command goes on")
+        self._report.pause(self._step, "stopped")
+
+    def _keep_evidence(self, error: NotFinite) -> str:
+        """Saves the state before a step that is not finite, beside the batch and the key that make it so again, and
+        says it in one line."""
+        config, step = self._config, self._step
+        self._save()
+        self._checkpointer.wait()
+        path = self._directory / workdir_lib.NOT_FINITE / f"step_{step:08d}.npz"
+        if jax.process_index() == 0:
+            path.parent.mkdir(exist_ok=True)
+            key = jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), step))
+            np.savez(path, key=np.asarray(key), **self._batches.batch(step))
+            workdir_lib.write_json(path.with_suffix(".json"), {"step": step, "seed": config.seed} | error.metrics)
+        values = ", ".join(f"{name} {error.metrics[name]:.4g}" for name in ("train/loss", "train/grad_norm"))
+        return (
+            f"step {error.step} is not finite ({values}) and changed nothing: the state before it is saved as step "
+            f"{step}, its batch and key are in {path}; the same command repeats it, with a lower "
+            "config.optim.learning_rate it goes on"
+        )
 
 
 def check_splits(task: Task) -> None:
@@ -340,207 +422,56 @@ def check_splits(task: Task) -> None:
             )
 
 
-def local_directory(workdir: str) -> pathlib.Path:
-    """Raises ValueError for a URL, which would silently become a directory of that name."""
-    if "://" in workdir:
-        raise ValueError(f"{workdir} is a URL: workdirs are local directories, or mounted ones")
-    return pathlib.Path(workdir)
-
-
 def check_float32() -> None:
     """Raises ValueError where JAX would make every new array float64."""
     if jnp.result_type(float) != jnp.float32:
         raise ValueError("jax_enable_x64 is on, but runs are float32: unset JAX_ENABLE_X64")
 
 
-@contextlib.contextmanager
-def sole_writer(directory: pathlib.Path):
-    """Holds the lock of a workdir, which ends with the process. Raises ValueError if another process has it."""
-    for path in (directory, directory / CHECKPOINTS):
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is not a directory; remove it, or use another workdir")
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process trains in {directory}; wait until it ends, or use another workdir"
-            ) from None
-        yield
+def make_checkpointer(config: ml_collections.ConfigDict, place: workdir_lib.Workdir) -> Checkpointer:
+    return Checkpointer(
+        place.checkpoints,
+        keep=config.train.keep_checkpoints,
+        every=config.train.keep_every or None,
+        best=config.train.keep_best or None,
+    )
 
 
-def read_config(directory: pathlib.Path) -> ml_collections.ConfigDict:
-    """The config of the run in a directory. Raises ValueError, naming the file, if there is none that can be read."""
-    path = directory / CONFIG
-    if not path.is_file():
-        raise ValueError(
-            f"no run in {directory}: {path} is missing; train one with python -m dilm_jax.main, or fix the path"
-        )
-    try:
-        return config_lib.from_json(json.loads(path.read_text("utf-8")))
-    except ValueError as error:  # also what json and the decoder raise
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def write_config(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
-    """Whole or not at all: a kill must not leave half of what resuming reads."""
-    directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / (CONFIG + ".tmp")
-    temporary.write_text(config.to_json(indent=2) + "\n")
-    temporary.replace(directory / CONFIG)
-
-
-class Reporter:
-    """Writes metrics one step late: reading them at once would wait for the device."""
-
-    def __init__(self, config, parts: Parts, mesh, writer: MetricsWriter, progress: Progress):
-        self._writer, self._progress = writer, progress
-        self._batch_size = config.batch_size
-        self._pending = None
-        self._since, self._since_step = time.monotonic(), None
-        self._tokens, self._flops = 0, []  # since the last step that was added
-        columns = jnp.full(config.batch_size, parts.task.max_length + canvas_lib.NUM_SPECIAL_COLUMNS)
-        self._padded_flops = float(flops.of_step(evals.abstract_params(parts, mesh), parts.process.spec, columns))
-        peak, said = flops.peak(jax.local_devices()[0])
-        self._peak = peak * jax.device_count()
-        progress.note(f"MFU is of {peak / 1e12:.3g} TFLOP/s a device ({said})")
-
-    def saw(self, batch, metrics) -> None:
-        """Counts a step: the content tokens of this process's rows (all processes have about as many), and FLOPs, which
-        it takes from the metrics."""
-        self._tokens += int(batch["length"].sum()) * jax.process_count()
-        self._flops.append(metrics.pop(FLOPS))
-
-    def add(self, step: int, metrics) -> None:
-        self._pending = step, metrics, self._tokens, self._flops
-        self._tokens, self._flops = 0, []
-
-    def flush(self) -> None:
-        """Writes what is pending. Raises ValueError if the loss is not finite."""
-        if self._pending is None:
-            return
-        (step, metrics, tokens, of_steps), self._pending = self._pending, None
-        metrics = {name: float(value) for name, value in metrics.items()}
-        check_finite(step, metrics)
-        now = time.monotonic()
-        if self._since_step is not None:
-            seconds = now - self._since
-            metrics["perf/examples_per_s"] = self._batch_size * (step - self._since_step) / seconds
-            metrics["perf/tokens_per_s"] = tokens / seconds
-            metrics["perf/mfu"] = sum(map(float, jax.device_get(of_steps))) / seconds / self._peak
-            metrics["perf/mfu_padded"] = self._padded_flops * len(of_steps) / seconds / self._peak
-        self._since, self._since_step = now, step
-        self._writer.write(step, metrics)
-        self._progress.update(step, metrics)
-
-    def evaluation(self, step: int, results) -> None:
-        self._writer.write(step, results)
-        said = (f"{name} {value:.4g}" for name, value in results.items() if name.startswith("eval/"))
-        self._progress.note(f"step {step}  " + "  ".join(said))
-        self._since_step = None  # the time spent here is not training
-
-
-class Profiler:
-    """Records the steps of PROFILED, counted from the first of this process, in a directory that TensorBoard reads."""
-
-    def __init__(self, directory: pathlib.Path, progress: Progress):
-        self._directory, self._progress = directory, progress
-        self._is_on = self._is_done = False
-
-    def before(self, index: int, state: TrainState) -> None:
-        """What is due before a step. Waits for the ones before it where it begins or ends."""
-        if index == PROFILED.start:
-            jax.block_until_ready(state)
-            jax.profiler.start_trace(self._directory)
-            self._is_on = True
-        if index == PROFILED.stop:
-            jax.block_until_ready(state)
-            self.close()
-
-    def close(self) -> None:
-        """Ends the record. Says so where the run was too short to begin one."""
-        if self._is_on:
-            jax.profiler.stop_trace()
-            self._progress.note(f"profile in {self._directory}: tensorboard --logdir={self._directory}")
-        elif not self._is_done:
-            self._progress.note(f"--profile: fewer than {PROFILED.start} steps were left, nothing was recorded")
-        self._is_on, self._is_done = False, True
-
-
-def check_finite(step: int, metrics) -> None:
-    """Raises ValueError if the loss or its gradient is not finite."""
-    for name in ("train/loss", "train/grad_norm"):
-        if not jnp.isfinite(metrics[name]):
-            raise ValueError(
-                f"{name} is {metrics[name]} at step {step}; lower config.optim.learning_rate, or resume from an "
-                "earlier checkpoint"
-            )
-
-
-@jax.jit
-def _all_finite(tree) -> jax.Array:
-    return jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), tree), jnp.bool(True))
-
-
-def check_finite_params(state: TrainState) -> None:
-    """Raises ValueError rather than let a checkpoint hold parameters that the last update has made useless."""
-    if not _all_finite((state.params, state.ema)):
-        raise ValueError(
-            f"the update to step {int(state.step)} made parameters that are not finite, which are not saved; lower "
-            "config.optim.learning_rate and run again: it resumes from the checkpoint before"
-        )
-
-
-def save(checkpointer: Checkpointer, state: TrainState) -> None:
+def save(
+    checkpointer: Checkpointer, state: TrainState, evaluation_due: bool = False, results: dict[str, float] | None = None
+) -> None:
+    """Starts to write a checkpoint. `evaluation_due`: the step's periodic evaluation is still to be made; `results` are
+    those of it, if it was."""
     step = int(state.step)
     if checkpointer.latest_step() != step:  # a run that was complete already has it
-        checkpointer.save(step, progress={"step": step}, params=state.params, ema=state.ema, opt_state=state.opt_state)
+        progress = {"step": step, "evaluation_due": evaluation_due}
+        trees = {"params": state.params, "ema": state.ema, "opt_state": state.opt_state}
+        checkpointer.save(step, progress=progress, results=results, **trees)
 
 
-def restore(checkpointer: Checkpointer, state: TrainState, init_from: str | None) -> TrainState:
-    """The latest checkpoint of the run; without one, parameters of the run in `init_from`, or the fresh state."""
+def restore(checkpointer: Checkpointer, state: TrainState, init_from: str | None) -> tuple[TrainState, bool]:
+    """The latest checkpoint of the run, and whether its evaluation is due; without one, parameters of the run in
+    `init_from`, or the fresh state."""
     step = checkpointer.latest_step()
     if step is not None:
         items = checkpointer.restore(step, params=state.params, ema=state.ema, opt_state=state.opt_state)
-        return TrainState(
-            step=jax.device_put(jnp.int32(items["progress"]["step"]), state.step.sharding),
-            params=items["params"],
-            ema=items["ema"],
-            opt_state=items["opt_state"],
-        )
+        progress = items.pop("progress")
+        step = jax.device_put(jnp.int32(progress["step"]), state.step.sharding)
+        return dataclasses.replace(state, step=step, **items), progress.get("evaluation_due", False)
     if init_from is None:
-        return state
-    other = Checkpointer(pathlib.Path(init_from) / CHECKPOINTS)
+        return state, False
+    other = Checkpointer(workdir_lib.opened(init_from).checkpoints)
     ema = other.restore_item(other.latest_step(), "ema", state.ema)
     other.close()
-    return dataclasses.replace(state, params=ema, ema=jax.tree.map(jnp.copy, ema))
-
-
-def check_resume(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
-    """Prints what differs from the config of the run in `directory`, if it has a checkpoint to resume from. Raises
-    ValueError if that makes it another run."""
-    if not any(step.name.isdigit() for step in (directory / CHECKPOINTS).glob("*")):
-        return
-    before, now = map(config_lib.flatten, (read_config(directory), config))
-    changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
-    for key in sorted(changed):
-        old, new = changed[key]
-        if key.split(".")[0] in config_lib.FIXED_ON_RESUME and key not in config_lib.FREE_ON_RESUME:
-            raise ValueError(
-                f"{directory} was trained with {key} = {old}, now {new}: that is another run; use another workdir, "
-                "with --init_from to start from these parameters"
-            )
-        if jax.process_index() == 0:
-            print(f"resuming with {key} = {new} (was {old})")
+    return dataclasses.replace(state, params=ema, ema=jax.tree.map(jnp.copy, ema)), False
 
 
 def describe(config, parts: Parts, state: TrainState, mesh, start: int, workdir: str) -> str:
-    """The first line of a run."""
+    """The first line of each process."""
     num_params = sum(x.size for x in jax.tree.leaves(state.params))
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (
-        f"process {jax.process_index()} of {jax.process_count()}: {jax.device_count()} {jax.devices()[0].platform} "
-        f"devices, mesh {axes}; {parts.task.name}, {config.process.family}, {num_params:,} parameters; steps "
-        f"{start} to {config.num_steps} of {config.batch_size} examples; {workdir}"
+        f"process {jax.process_index()} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
+        f"{jax.devices()[0].platform} devices, mesh {axes}; {parts.task.name}, {config.process.family}, "
+        f"{num_params:,} parameters; steps {start} to {config.num_steps} of {config.batch_size} examples; {workdir}"
     )

@@ -55,6 +55,10 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def result(self) -> Result:
         """Waits for it to end."""
         with self._lock:

@@ -1,15 +1,19 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import textwrap
+import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dilm_jax import metrics
+import tiny
+from dilm_jax import metrics, watch
 
 
 def _write(workdir, steps, resume_step=-1, extra=None):
@@ -152,3 +156,117 @@ def test_other_processes_show_nothing():
     progress.note("a line")
     progress.close()
     assert stream.getvalue() == ""
+
+
+# --- Watching --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_biases_gets_the_same_numbers_and_one_run_a_workdir(tmp_path, monkeypatch):
+    runs = []
+
+    class Run:
+        def __init__(self, **options):
+            self.options, self.logged, self.finished = options, [], False
+            runs.append(self)
+
+        def log(self, values, step):
+            self.logged.append((step, values))
+
+        def finish(self):
+            self.finished = True
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    for resume_step in (-1, 1):
+        writer = metrics.MetricsWriter(tmp_path / "run", resume_step, wandb="star graphs")
+        writer.write(resume_step + 1, {"train/loss": np.float32(0.5)})
+        writer.close()
+    assert [run.logged for run in runs] == [[(0, {"train/loss": 0.5})], [(2, {"train/loss": 0.5})]]
+    assert all(run.finished and run.options["project"] == "star graphs" for run in runs)
+    assert runs[0].options["id"] == runs[1].options["id"] and runs[0].options["resume"] == "allow"
+
+
+def test_weights_and_biases_that_is_missing_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"wandb is not installed: pip install 'dilm_jax\[wandb\]'"):
+        metrics.MetricsWriter(tmp_path, -1, wandb="project")
+
+
+def test_a_loss_far_above_those_before_it_is_told():
+    spikes = watch.Spikes()
+    losses = np.random.default_rng(0).normal(5, 0.1, 200)
+    assert not any(map(spikes.told, losses))
+    assert re.fullmatch(r"train/loss 9 is a spike: the 100 logged before it are [45]\.\S+ ± 0\.\S+", spikes.told(9.0))
+    assert watch.Spikes().told(1e9) is None  # nothing to compare with
+
+
+def test_a_heartbeat_says_what_the_run_last_did(tmp_path):
+    path = tmp_path / "heartbeat.json"
+    heartbeat = watch.Heartbeat(path)
+
+    def beaten(step, doing):
+        heartbeat.beat(step, doing)
+        said = json.loads(path.read_text())
+        assert abs(time.time() - said.pop("time")) < 5
+        return said
+
+    assert beaten(3, "training") == {"step": 3, "doing": "training"}
+    assert beaten(4, "training") == {"step": 3, "doing": "training"}  # too soon
+    assert beaten(4, "evaluating") == {"step": 4, "doing": "evaluating"}
+    watch.Heartbeat(tmp_path / "none", is_main=False).beat(1, "training")
+    assert not (tmp_path / "none").exists()
+
+
+class Clock:
+    """Time that passes where it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
+
+
+def test_the_speed_of_steps_is_that_between_their_ends(monkeypatch, tmp_path):
+    """Of the steps since the last line, but the first after a pause; the host's own time beside it."""
+    made, parts, mesh, _ = tiny.world("joint")
+    lines, clock = [], Clock(monkeypatch)
+    writer = types.SimpleNamespace(write=lambda step, values: lines.append((step, values)))
+    progress = types.SimpleNamespace(note=lambda text: None, update=lambda step, values: None)
+    heartbeat = watch.Heartbeat(tmp_path / "heartbeat.json")
+    report = watch.Reporter(made, parts, mesh, writer, progress, heartbeat)
+    took = {}
+
+    def ready(metrics):
+        clock.now += took.pop(metrics["train/step"])
+        return metrics
+
+    monkeypatch.setattr(watch.jax, "block_until_ready", ready)
+    batch = {"length": np.full(made.batch_size, 3)}
+    seconds = [50.0, 1.0, 2.0, 3.0, 4.0, 90.0, 1.0]  # the first compiles
+    for i, s in enumerate(seconds):
+        took[i] = s
+        clock.now += 0.25  # loading
+        if i == 5:
+            report.pause(i, "evaluating")
+            clock.now += 1000.0
+        metrics = {"train/loss": 1.0, "train/step": i, watch.FINITE: True, watch.FLOPS: 2e9}
+        report.saw(i + 1, batch, metrics, is_logged=i in (3, 6))
+    report.flush()
+    (step, first), (last_step, last) = lines
+    assert (step, last_step) == (4, 7) and watch.FINITE not in first
+    between = [1.25, 2.25, 3.25]
+    assert first["perf/examples_per_s"] == pytest.approx(3 * made.batch_size / sum(between))
+    assert first["perf/tokens_per_s"] == pytest.approx(9 * made.batch_size / sum(between))
+    assert [first[f"perf/step_s_p{q}"] for q in (50, 95, 100)] == pytest.approx(np.percentile(between, [50, 95, 100]))
+    assert first["perf/host_s"] == first["perf/host_s_max"] == pytest.approx(0.25)
+    assert last["perf/step_s_p100"] == pytest.approx(1.0)
+
+
+def test_an_evaluation_that_is_due_has_no_line_yet(tmp_path):
+    """A run that was stopped within the evaluation of step 2, resumed, and killed after it."""
+    writer = metrics.MetricsWriter(tmp_path, -1)
+    for step, values in ((1, {"train/loss": 1.0}), (2, {"train/loss": 2.0}), (2, {"eval/nfe": 3.0}), (3, {})):
+        writer.write(step, values)
+    writer.close()
+    for due, left in ((False, [1, 2, 2]), (True, [1, 2])):
+        metrics.MetricsWriter(tmp_path, 2, evaluation_due=due).close()
+        assert [row["step"] for row in metrics.read(tmp_path / metrics.FILE)] == left
+    assert "train/loss" in metrics.read(tmp_path / metrics.FILE)[-1]

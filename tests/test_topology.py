@@ -212,7 +212,7 @@ def test_a_checkpoint_goes_on_on_another_number_of_devices(tmp_path, there, here
     checkpointer.wait()
 
     made, parts, mesh, _ = tiny.world("joint", *overrides[here], num_devices=here)
-    state = train.restore(checkpointer, tiny.random_state(made, parts, mesh), None)
+    state, _ = train.restore(checkpointer, tiny.random_state(made, parts, mesh), None)
     assert int(state.step) == 10 and len(jax.tree.leaves(state.params)[0].sharding.device_set) == here
     rest = tiny.continued(state, range(10, 20), "joint", *overrides[here], num_devices=here)
     np.testing.assert_allclose(tiny.losses(rest), tiny.losses(want)[10:], rtol=1e-5)

@@ -16,8 +16,9 @@ import pytest
 
 import dilm_jax
 import tiny
-from dilm_jax import checkpoint, evals, flops, likelihood, optim, sampling, sharding, train
+from dilm_jax import checkpoint, evals, flops, likelihood, metrics, optim, sampling, sharding, train
 from dilm_jax import config as config_lib
+from dilm_jax import workdir as workdir_lib
 from dilm_jax.canvas import InsertionTargets
 from dilm_jax.processes.registry import PROCESSES
 
@@ -228,11 +229,12 @@ class Loop:
 
     def __init__(self, monkeypatch, loss=lambda step: 1.0, grad_norm=lambda step: 1.0):
         self.did, self._loss, self._grad_norm = {}, loss, grad_norm
-        state = train.TrainState(step=jnp.int32(0), params={}, ema={}, opt_state={})
+        state = train.TrainState(step=jnp.int32(0), params={}, ema={}, opt_state={}, finite=jnp.bool(True))
         monkeypatch.setattr(train, "init_state", lambda *args: state)
         monkeypatch.setattr(train, "make_train_step", self._make_step)
         monkeypatch.setattr(train, "Checkpointer", self._checkpointer())
         monkeypatch.setattr(train, "plot", lambda directory: None)
+        monkeypatch.setattr(metrics, "_wandb_run", lambda project, directory: self.did.update(wandb=project))
         monkeypatch.setattr(evals, "Evaluator", self._evaluator())
 
     def __call__(self, made, workdir):
@@ -252,12 +254,14 @@ class Loop:
     def _step(self, state, x0):
         self.did["batches"].append(hashlib.sha256(np.asarray(x0.tokens).tobytes()).hexdigest())
         step = int(state.step)
-        metrics = {"train/loss": self._loss(step + 1), "train/grad_norm": self._grad_norm(step + 1), train.FLOPS: 1e9}
-        return state.replace(step=jnp.int32(step + 1)), metrics
+        metrics = {"train/loss": self._loss(step + 1), "train/grad_norm": self._grad_norm(step + 1)}
+        finite = bool(state.finite) and all(map(math.isfinite, metrics.values()))
+        metrics |= {train.FINITE: finite, train.FLOPS: 1e9}
+        return state.replace(step=jnp.int32(step + finite), finite=jnp.bool(finite)), metrics
 
     def _checkpointer(loop):
         class Recorder(checkpoint.Checkpointer):
-            def __init__(self, directory, keep):
+            def __init__(self, directory, **keep):
                 loop.did["keep"] = keep
 
             def latest_step(self):
@@ -277,7 +281,8 @@ class Loop:
             def __init__(self, parts, mesh, *sizes):
                 self.sizes = sizes
 
-            def __call__(self, params, split, num, seed):
+            def __call__(self, params, split, num, seed, between):
+                between()
                 loop.did["evaluated"].append((len(loop.did["batches"]), split, num, seed, *self.sizes))
                 return {"eval/exact_match": 0.0}, []
 
@@ -297,22 +302,30 @@ LOOP = (
 def test_the_loop_logs_evaluates_and_saves_when_it_should(monkeypatch, tmp_path):
     did = Loop(monkeypatch)(tiny.config("joint", *LOOP, ("num_steps", 13)), tmp_path)
     assert did["logged"] == [2, 4, 6, 8, 10, 12, 13]
-    assert did["saved"] == [4, 8, 12, 13] and did["keep"] == 2
+    assert did["saved"] == [4, 8, 12, 13] and did["keep"] == {"keep": 2, "every": None, "best": None}
     at = [(step, split, num) for step, split, num, *_ in did["evaluated"]]
     assert at == [(3, "valid", 16), (6, "valid", 16), (9, "valid", 16), (12, "valid", 16), (13, "test", 24)]
     assert len(set(did["batches"])) == 13
 
 
 @pytest.mark.parametrize("what", ["loss", "grad_norm"])
-def test_what_is_not_finite_ends_in_one_line_before_anything_of_it_is_saved(monkeypatch, tmp_path, what):
-    """Also where the checkpoint comes before the next line of the log."""
-    loop = Loop(monkeypatch, **{what: lambda step: math.nan if step >= 7 else 1.0})
-    with pytest.raises(
-        ValueError, match=f"^train/{what} is nan at step 8; lower config.optim.learning_rate, .*"
-    ) as error:
-        loop(tiny.config("joint", *LOOP, ("train.log_every", 100)), tmp_path)
+@pytest.mark.parametrize("step", [1, 4, 7, 9, 13])
+def test_what_is_not_finite_ends_in_one_line_with_what_repeats_it(monkeypatch, tmp_path, what, step):
+    """Wherever it happens, the state before it is saved, with the batch and the key of the step."""
+    loop = Loop(monkeypatch, **{what: lambda at: math.nan if at == step else 1.0})
+    made = tiny.config("joint", *LOOP, ("train.log_every", 2), ("num_steps", 13))
+    with pytest.raises(ValueError, match=f"^step {step} is not finite .*{what} nan.* lower config.optim") as error:
+        loop(made, tmp_path)
     assert "\n" not in str(error.value)
-    assert loop.did["saved"] == [4] and loop.did["logged"] == []
+    whole = [4, 8, 12]
+    assert loop.did["saved"] == [s for s in whole if s < step] + [step - 1] * (step - 1 not in whole)
+    assert loop.did["logged"] == list(range(2, step, 2))
+    evidence = np.load(tmp_path / "not_finite" / f"step_{step - 1:08d}.npz")
+    assert hashlib.sha256(evidence["tokens"].tobytes()).hexdigest() == loop.did["batches"][step - 1]
+    key = jax.random.wrap_key_data(jnp.asarray(evidence["key"]))
+    assert key == jax.random.fold_in(jax.random.key(made.seed), step - 1)
+    said = json.loads((tmp_path / "not_finite" / f"step_{step - 1:08d}.json").read_text())
+    assert said["step"] == step - 1 and math.isnan(said[f"train/{what}"])
 
 
 # --- Every key of the config has an effect ---------------------------------------------------------------------------
@@ -406,7 +419,9 @@ def probe_step(made, parts, mesh):
     parts = dataclasses.replace(parts, process=Sum())
     params = {"kernel": jnp.ones((2, 2))}
     optimizer, _ = train.make_optimizer(made)
-    state = train.TrainState(step=jnp.int32(0), params=params, ema=params, opt_state=optimizer.init(params))
+    state = train.TrainState(
+        step=jnp.int32(0), params=params, ema=params, opt_state=optimizer.init(params), finite=jnp.bool(True)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "corrupt_batch", corrupt)
         patch.setattr(train, "init_state", lambda *args: state)
@@ -499,6 +514,9 @@ EFFECTS = {
     "train.eval_every": (4, "loop", ()),
     "train.checkpoint_every": (3, "loop", ()),
     "train.keep_checkpoints": (3, "loop", ()),
+    "train.keep_every": (8, "loop", ()),
+    "train.keep_best": ("eval/exact_match", "loop", (("train.checkpoint_every", 6),)),
+    "train.wandb": ("a_project", "loop", ()),
     "train.matmul_precision": ("default", "network", ()),
     "mesh.data": (2, "mesh", (("mesh.data", 1), ("mesh.fsdp", -1))),
     "mesh.fsdp": (4, "mesh", ()),
@@ -619,14 +637,14 @@ def test_the_loop_does_the_same_twice(monkeypatch, tmp_path):
 
 @pytest.fixture
 def workdir(tmp_path):
-    (tmp_path / train.CONFIG).write_text(tiny.config().to_json())
-    (tmp_path / train.CHECKPOINTS / "3").mkdir(parents=True)
+    (tmp_path / workdir_lib.CONFIG).write_text(tiny.config().to_json())
+    (tmp_path / workdir_lib.CHECKPOINTS / "3").mkdir(parents=True)
     return tmp_path
 
 
 def test_a_workdir_without_a_checkpoint_is_anyones(workdir, capsys):
-    (workdir / train.CHECKPOINTS / "3").rmdir()
-    train.check_resume(tiny.config("joint", ("seed", 1)), workdir)
+    (workdir / workdir_lib.CHECKPOINTS / "3").rmdir()
+    workdir_lib.check_resume(tiny.config("joint", ("seed", 1)), workdir_lib.Workdir(workdir))
     assert capsys.readouterr().out == ""
 
 
@@ -648,11 +666,11 @@ def test_a_workdir_of_another_run_is_refused(workdir, key, value):
 
 
 def test_other_differences_are_printed(workdir, capsys):
-    train.check_resume(tiny.config("joint", ("num_steps", 7), ("optim.floor", 0.5)), workdir)
+    workdir_lib.check_resume(tiny.config("joint", ("num_steps", 7), ("optim.floor", 0.5)), workdir_lib.Workdir(workdir))
     assert capsys.readouterr().out == (
         "resuming with num_steps = 7 (was 4)\nresuming with optim.floor = 0.5 (was 0.0)\n"
     )
-    train.check_resume(tiny.config(), workdir)
+    workdir_lib.check_resume(tiny.config(), workdir_lib.Workdir(workdir))
     assert capsys.readouterr().out == ""
 
 
@@ -665,31 +683,43 @@ def test_init_from_takes_the_averaged_parameters_and_nothing_else(smoke_runs, tm
     zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract))
     checkpointer = checkpoint.Checkpointer(tmp_path, keep=1)
 
-    state = train.restore(checkpointer, zeros, str(smoke_runs["joint"]))
+    state, _ = train.restore(checkpointer, zeros, str(smoke_runs["joint"]))
     jax.tree.map(np.testing.assert_array_equal, state, zeros.replace(params=run.params, ema=run.params))
-    assert train.restore(checkpointer, zeros, None) is zeros
+    assert train.restore(checkpointer, zeros, None) == (zeros, False)
 
     train.save(checkpointer, zeros.replace(step=jnp.int32(5)))
     checkpointer.wait()
-    assert int(train.restore(checkpointer, zeros, str(smoke_runs["joint"])).step) == 5
+    restored, evaluation_due = train.restore(checkpointer, zeros, str(smoke_runs["joint"]))
+    assert int(restored.step) == 5 and not evaluation_due
 
 
-def test_parameters_that_are_not_finite_are_not_saved():
-    good, bad = {"kernel": jnp.ones(3)}, {"kernel": jnp.array([1.0, jnp.inf, 1.0])}
-    train.check_finite_params(train.TrainState(step=jnp.int32(3), params=good, ema=good, opt_state={}))
-    for params, ema in ((bad, good), (good, bad)):
-        with pytest.raises(ValueError, match="the update to step 3 made parameters that are not finite"):
-            train.check_finite_params(train.TrainState(step=jnp.int32(3), params=params, ema=ema, opt_state={}))
+@pytest.mark.parametrize("rate", [1e38, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing_nor_do_those_after_it(rate):
+    """Neither a gradient that is not, nor parameters that an update from a finite one makes so."""
+    made, parts, mesh, step = tiny.world("joint")
+    x0, optimizer = tiny.batch(parts, made), train.make_optimizer(made)[0]
+    good = train.init_state(made, parts, optimizer, mesh)
+    copies = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731 — what a step is given is gone after it
+    before = jax.device_get(good)
+    spoilt = copies(good).replace(params=jax.tree.map(lambda x: x * rate, good.params))
+    for state in (spoilt, copies(good).replace(finite=jnp.bool(False))):
+        kept = jax.device_get(state.replace(finite=jnp.bool(False)))
+        for _ in range(2):
+            state, metrics = step(state, x0)
+            assert not metrics[train.FINITE]
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), kept)
+    after, metrics = step(copies(good), x0)
+    assert metrics[train.FINITE] and after.finite and int(after.step) == int(before.step) + 1
 
 
 def test_a_workdir_has_one_writer(tmp_path):
     with (
-        train.sole_writer(tmp_path / "run"),
+        workdir_lib.sole_writer(tmp_path / "run"),
         pytest.raises(ValueError, match="another process trains in .*run"),
-        train.sole_writer(tmp_path / "run"),
+        workdir_lib.sole_writer(tmp_path / "run"),
     ):
         pass
-    with train.sole_writer(tmp_path / "run"):
+    with workdir_lib.sole_writer(tmp_path / "run"):
         pass
 
 
@@ -723,14 +753,16 @@ def test_metrics_have_the_documented_keys(smoke_runs, family):
     assert [row["step"] for row in trained] == list(range(1, 31)) and len(rows) == len(trained) + len(evaluated)
     assert [row["step"] for row in evaluated] == [15, 30]
     parts = {f"train/loss_{part}" for part in LOSS_PARTS.get(family, ("token",))}
-    of_training = {"train/loss", "train/grad_norm", "train/learning_rate"} | parts
+    of_training = {"train/loss", "train/grad_norm", "train/param_norm", "train/learning_rate"} | parts
     speed = {f"perf/{name}" for name in ("examples_per_s", "tokens_per_s", "mfu", "mfu_padded")}
+    speed |= {f"perf/step_s_p{q}" for q in (50, 95, 100)} | {"perf/host_s", "perf/host_s_max", "perf/slowest_host"}
     for row in trained:
         assert row.keys() - speed == {"step", "time"} | of_training
         assert row.keys() & speed in (set(), speed)
         assert all(0 < row["perf/mfu"] <= row["perf/mfu_padded"] for _ in row.keys() & {"perf/mfu"})
         assert math.isclose(row["train/loss"], sum(row[part] for part in parts), rel_tol=1e-5)
-    assert sum(speed <= row.keys() for row in trained) >= 25  # all but those after a start or an evaluation
+    timed = [row["step"] for row in trained if speed <= row.keys()]
+    assert timed == [s for s in range(2, 30) if s not in (10, 11, 15, 16, 20, 21)]  # evaluations and saves are pauses
     names = ["exact_match", "token_accuracy", "length_match", "nfe", "saturated", "truncated"]
     names += ["nelbo_nats_per_token", "nelbo_low", "nelbo_high", "nelbo_perplexity", "nelbo_stderr"]
     names += ["p_start_nonempty"] * isinstance(tiny.world(family)[1].process, likelihood.Bounded)

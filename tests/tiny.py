@@ -71,7 +71,7 @@ def random_state(made: ml_collections.ConfigDict, parts: config_lib.Parts, mesh)
     abstract = jax.eval_shape(lambda: train.init_state(made, parts, optimizer, mesh))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
     params = random_params(abstract.params)
-    state = zeros.replace(params=params, ema=jax.tree.map(np.copy, params))
+    state = zeros.replace(params=params, ema=jax.tree.map(np.copy, params), finite=np.bool_(True))
     return jax.device_put(state, sharding.state_shardings(abstract, abstract.params, mesh))
 
 
