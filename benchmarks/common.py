@@ -22,6 +22,7 @@ from flax import nnx
 
 import dilm_jax
 from dilm_jax import canvas as canvas_lib
+from dilm_jax import compile as compile_lib
 from dilm_jax import config as config_lib
 from dilm_jax import evals, sharding, train, worlds
 from dilm_jax.backbone import Transformer
@@ -253,20 +254,8 @@ class Model:
         return params
 
 
-def typical_lengths(name: str, num: int, max_length: int) -> np.ndarray:
-    """Of texts like those of `lm1b`, 28 tokens on average, or `owt`, some 500 of up to 1,024; shuffled."""
-    rng = np.random.default_rng(0)
-    if name == "lm1b":
-        fits = np.minimum(rng.gamma(4.0, 7.0, num), max_length)
-    else:
-        drawn = rng.gamma(4.0, 150.0, 4 * num)
-        fits = drawn[drawn <= max_length][:num]
-    return np.maximum(fits, 2).astype(np.int32)
-
-
 def random_texts(lengths: np.ndarray, vocabulary: Vocabulary, max_length: int) -> Example:
-    rng, ids = np.random.default_rng(1), np.flatnonzero(vocabulary.ordinary)
-    return texts_of((rng.choice(ids, length).tolist() for length in lengths), vocabulary, max_length)
+    return Example(**compile_lib.random_texts(lengths, vocabulary, max_length))
 
 
 def temporary_bytes(compiled: Any) -> int:

@@ -49,12 +49,12 @@ from benchmarks.common import (
     random_texts,
     row_keys,
     seconds_in_turn,
-    typical_lengths,
     write_json,
 )
 from dilm_jax import attention, cli, evals, flops, sampling, sharding, train, watch
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS, Example
+from dilm_jax.compile import typical_lengths
 from dilm_jax.config import Parts
 from dilm_jax.data import loader
 

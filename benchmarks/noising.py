@@ -29,11 +29,11 @@ from benchmarks.common import (
     print_row,
     random_texts,
     seconds_in_turn,
-    typical_lengths,
     write_json,
 )
 from dilm_jax import cli, losses, train
 from dilm_jax.canvas import BOS_COLUMN, NUM_SPECIAL_COLUMNS, Example, Vocabulary
+from dilm_jax.compile import typical_lengths
 from dilm_jax.processes.registry import PROCESSES
 from dilm_jax.schedules import SCHEDULES
 

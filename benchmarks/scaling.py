@@ -38,13 +38,13 @@ from benchmarks.common import (  # noqa: E402
     random_texts,
     seconds_in_turn,
     temporary_bytes,
-    typical_lengths,
     write_json,
 )
 from dilm_jax import cli, sharding, train  # noqa: E402
 from dilm_jax import compile as compile_lib  # noqa: E402
 from dilm_jax import config as config_lib  # noqa: E402
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS  # noqa: E402
+from dilm_jax.compile import typical_lengths  # noqa: E402
 from dilm_jax.hlo import MIB, collectives, described, gathers_logits, summary  # noqa: E402
 
 _CONFIG = flags.DEFINE_string("config", "configs/lm1b_joint.py", "FILE[:variant]; its data are not read.")
@@ -139,8 +139,9 @@ def on_pod(name: str) -> tuple[compile_lib.Figures, dict[str, dict]]:
     model = {f"model.{key}": int(value) for key, value in (pair.split("=") for pair in _MODEL.value)}
     size = {"batch_size": _BATCH.value, "mesh.fsdp": _FSDP.value}
     config, parts = load_parts(_CONFIG.value, size | model, len(compile_lib.devices_of(topology)))
-    texts = compile_lib.random_texts(config.batch_size, parts.process.vocabulary, parts.task.max_length)
-    figures = compile_lib.measure(config, parts, topology, lambda step, rows: texts)
+    L = parts.task.max_length
+    texts = random_texts(typical_lengths(compile_lib.like(L), config.batch_size, L), parts.process.vocabulary, L)
+    figures = compile_lib.measure(config, parts, topology, lambda step, rows: vars(texts))
     return figures, compile_lib.noising(config, parts, compile_lib.mesh_of(config, topology), topology.chip.platform)
 
 

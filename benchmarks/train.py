@@ -35,12 +35,12 @@ from benchmarks.common import (
     read_lines,
     seconds_in_turn,
     temporary_bytes,
-    typical_lengths,
     write_json,
 )
 from dilm_jax import cli, evals, packing, train
 from dilm_jax import config as config_lib
 from dilm_jax.canvas import NUM_SPECIAL_COLUMNS
+from dilm_jax.compile import typical_lengths
 from dilm_jax.data.tokenizers import load_tokenizer
 
 _CONFIG = flags.DEFINE_string("config", "configs/lm1b_joint.py", "The network, the schedule and the loss.")

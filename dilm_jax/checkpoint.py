@@ -30,6 +30,11 @@ def is_better_high(result: str) -> bool:
     return result.endswith(("exact_match", "token_accuracy", "length_match"))
 
 
+def steps_in(directory: epath.Path) -> list[int]:
+    """Those that a directory of checkpoints holds, whoever writes there."""
+    return [int(path.name) for path in directory.glob("*") if path.name.isdigit()]
+
+
 class Checkpointer:
     """Saves and restores the steps of one directory.
 
@@ -165,14 +170,11 @@ class Checkpointer:
             raise
         except Exception as error:  # of Orbax, TensorStore or the system
             reason = _reason(error)
+        last = max(steps_in(self.directory), default="there is none")
         raise ValueError(
             f"a checkpoint cannot be written to {self.directory} ({reason}); make room or fix the directory, and the "
-            f"same command goes on from the last complete step ({self._last_on_disk()})"
+            f"same command goes on from the last complete step ({last})"
         )
-
-    def _last_on_disk(self) -> str:
-        steps = [int(path.name) for path in self.directory.glob("*") if path.name.isdigit()]
-        return str(max(steps)) if steps else "there is none"
 
     def _read(self, step: int, read: Callable[[], PyTree]) -> PyTree:
         """`read()`, or a one-line ValueError if the files of `step` are damaged."""

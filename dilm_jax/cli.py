@@ -2,13 +2,16 @@
 
 import logging
 import os
+import pathlib
 import re
 import sys
 import traceback
 from collections.abc import Callable
 
 import jax
+import ml_collections
 from absl import app, flags
+from ml_collections import config_flags
 
 from dilm_jax import config, distributed
 
@@ -32,7 +35,7 @@ def run(main: Callable[[], None]) -> None:
         except BrokenPipeError:  # whoever read the output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError, OverflowError) as error:
-            fail(str(distributed.described(error)))
+            fail(distributed.lost(error) or str(error))
         except MemoryError:
             fail("out of memory")
         except RecursionError:
@@ -42,8 +45,8 @@ def run(main: Callable[[], None]) -> None:
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
                 fail(_OUT_OF_DEVICE_MEMORY)
-            if isinstance(lost := distributed.described(error), distributed.Lost):
-                fail(str(lost))
+            if lost := distributed.lost(error):
+                fail(lost)
             distributed.end_at_once(1, traceback.format_exc())
             raise
 
@@ -78,6 +81,22 @@ def _parse(argv: list[str]) -> list[str]:
             fail(f"unknown config key {unknown!r}; did you mean {near!r}?")
         fail(f"--config or its overrides: {type(error).__name__}: {error}")
     return []
+
+
+def load_config() -> ml_collections.ConfigDict:
+    """The config that --config and its overrides describe. Raises ValueError if there is none."""
+    if not flags.FLAGS["config"].present:
+        raise ValueError("--config is missing, e.g. --config=configs/star_tiny_joint.py")
+    path, _ = config_file()
+    if not path.is_file():
+        raise ValueError(f"--config: no file {path}; configs/ has them")
+    return flags.FLAGS.config
+
+
+def config_file() -> tuple[pathlib.Path, str]:
+    """File and variant of --config=FILE[:variant]."""
+    path, _, variant = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    return pathlib.Path(path), variant
 
 
 def required(name: str) -> str:

@@ -161,7 +161,8 @@ def load_parts(config: ml_collections.ConfigDict) -> tuple[Parts, MakeBatch]:
     with tempfile.TemporaryDirectory() as workdir:  # of a run, which is built without its data
         load_tokenizer(config.data.tokenizer).save(pathlib.Path(workdir) / TOKENIZER)
         parts = config_lib.build(config, pathlib.Path(workdir))
-    texts = functools.cache(lambda: random_texts(config.batch_size, parts.process.vocabulary, parts.task.max_length))
+    vocabulary, L = parts.process.vocabulary, parts.task.max_length
+    texts = functools.cache(lambda: random_texts(typical_lengths(like(L), config.batch_size, L), vocabulary, L))
     return parts, lambda step, rows: {name: values[rows] for name, values in texts().items()}
 
 
@@ -174,19 +175,26 @@ def batches(config: ml_collections.ConfigDict, parts: Parts) -> loader.Batches:
     return loader.train_batches(parts.task.source("train"), config.batch_size, config.seed)
 
 
-def random_texts(num: int, vocabulary: Vocabulary, max_length: int) -> dict[str, Any]:
+def random_texts(lengths: np.ndarray, vocabulary: Vocabulary, max_length: int) -> dict[str, Any]:
     """The fields of an `Example`: texts of random tokens."""
     rng, ids = np.random.default_rng(1), np.flatnonzero(vocabulary.ordinary)
-    texts = [rng.choice(ids, length) for length in typical_lengths(num, max_length)]
-    return make_examples(vocabulary, max_length, texts, [-1] * num)
+    return make_examples(vocabulary, max_length, [rng.choice(ids, length) for length in lengths], [-1] * len(lengths))
 
 
-def typical_lengths(num: int, max_length: int) -> np.ndarray:
-    """Of sentences, 28 tokens on average; where 1,000 and more have room, of documents, some 500."""
+def like(max_length: int) -> str:
+    """Whose texts a model takes: sentences of `lm1b`, or documents of `owt` where 1,000 tokens and more have room."""
+    return "lm1b" if max_length < 1000 else "owt"
+
+
+def typical_lengths(name: str, num: int, max_length: int) -> np.ndarray:
+    """Of texts like those of `lm1b`, 28 tokens on average, or `owt`, some 500 of up to 1,024; shuffled."""
     rng = np.random.default_rng(0)
-    drawn = rng.gamma(4.0, 7.0 if max_length < 1000 else 150.0, 4 * num)
-    fits = np.minimum(drawn, max_length) if max_length < 1000 else drawn[drawn <= max_length]
-    return np.maximum(fits[:num], 2).astype(np.int32)
+    if name == "lm1b":
+        fits = np.minimum(rng.gamma(4.0, 7.0, num), max_length)
+    else:
+        drawn = rng.gamma(4.0, 150.0, 4 * num)
+        fits = drawn[drawn <= max_length][:num]
+    return np.maximum(fits, 2).astype(np.int32)
 
 
 # --- Compiling -------------------------------------------------------------------------------------------------------
@@ -408,7 +416,8 @@ def define_flags() -> None:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # whatever else is here
     logging.set_verbosity(logging.WARNING)  # not which axes do not divide
-    name, config = load_config()
+    config = cli.load_config()
+    name = config_flags.get_config_filename(flags.FLAGS["config"])
     topologies = [parse_topology(text) for text in cli.required("topology")]
     compare, path = flags.FLAGS.compare, flags.FLAGS.json
     if len(topologies) > 1 and not compare:
@@ -421,7 +430,7 @@ def main() -> None:
     print(f"{name}, compiled ahead of time (AOT) by {compilers}: nothing is run")
     print("seconds for a small network, minutes for a large one", flush=True)
     if config.train.packing and not has_data(config):
-        mean = typical_lengths(config.batch_size, config.data.max_length).mean()
+        mean = typical_lengths(like(config.data.max_length), config.batch_size, config.data.max_length).mean()
         print(f"without the data: packed rows are those of random texts of {mean:.0f} tokens on average")
     if compare:
         print("\n" + row(TITLES) + "\n" + row(["---"] * len(TITLES)))
@@ -437,18 +446,6 @@ def main() -> None:
     if path:
         said = {"config": name, "compilers": compilers, "jax": jax.__version__, "rows": results}
         pathlib.Path(path).write_text(json.dumps(said, indent=2) + "\n")
-
-
-def load_config() -> tuple[str, ml_collections.ConfigDict]:
-    """FILE[:variant], and the config that the flags describe. Raises ValueError if there is none."""
-    flag = flags.FLAGS["config"]
-    if not flag.present:
-        raise ValueError("--config is missing, e.g. --config=configs/star_tiny_joint.py")
-    name = config_flags.get_config_filename(flag)
-    path = name.partition(":")[0]
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--config: no file {path}; configs/ has them")
-    return name, flags.FLAGS.config
 
 
 def measure_with(

@@ -32,10 +32,6 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 _ABSL_STATUS = ("ABORTED:", "CANCELLED:", "DEADLINE_EXCEEDED:", "INTERNAL:", "UNAVAILABLE:", "UNKNOWN:")
 
 
-class Lost(RuntimeError):
-    """Another process of this run does not answer."""
-
-
 class Stopped(Exception):
     """The run was asked to end: see `StopRequest`."""
 
@@ -69,7 +65,7 @@ def start(*, is_training: bool) -> None:
             f"Open MPI started {count} processes, but does not say where process 0 is: give --coordinator=HOST:PORT"
         )
     names = {"coordinator": "coordinator_address", "num_processes": "num_processes", "process_id": "process_id"}
-    where = f"{given['coordinator']}" if given else "the coordinator"
+    where = given["coordinator"] if given else "the coordinator"
     jax.config.update("jax_enable_preemption_service", is_training)
     with _deadline(
         START_S,
@@ -171,12 +167,12 @@ def leave() -> None:
         jax.distributed.shutdown()
 
 
-def described(error: Exception) -> Exception:
-    """`Lost` for an error by which JAX says that another process went away, or the error itself."""
+def lost(error: Exception) -> str | None:
+    """One line for an error by which JAX says that another process went away; None for any other."""
     message = str(error)
     if not jax.distributed.is_initialized() or not message.startswith(_ABSL_STATUS):
-        return error
-    return Lost(
+        return None
+    return (
         f"process {jax.process_index()} of {jax.process_count()} lost another one ({message.splitlines()[0][:160]}); "
         "start all of them again: training goes on from the last checkpoint"
     )

@@ -2,7 +2,6 @@
 [--config.a.b=v]`."""
 
 import os
-import pathlib
 
 # Before jax is imported: its messages of level INFO and WARNING are not for users.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -14,7 +13,7 @@ from dilm_jax import cli, distributed
 from dilm_jax.train import train
 
 distributed.define_flags()
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an optional :variant.")
+config_flags.DEFINE_config_file("config", None, "A file of configs/, with an optional :variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config>[-<variant>] unless given.")
 _INIT_FROM = flags.DEFINE_string(
     "init_from", None, "Where there is no checkpoint yet, start from the averaged parameters of this run."
@@ -25,28 +24,12 @@ _PROFILE = flags.DEFINE_bool("profile", False, "Record some steps, for TensorBoa
 def main() -> None:
     distributed.start(is_training=True)
     cli.cache_compilations()
-    train(load_config(), _WORKDIR.value or default_workdir(), _INIT_FROM.value, _PROFILE.value)
-
-
-def load_config():
-    """The config that the flags describe. Raises ValueError if there is none."""
-    if not flags.FLAGS["config"].present:
-        raise ValueError("--config is missing, e.g. --config=configs/star_tiny_joint.py")
-    path, _ = config_file()
-    if not path.is_file():
-        raise ValueError(f"--config: no file {path}; configs/ has them")
-    return _CONFIG.value
-
-
-def config_file() -> tuple[pathlib.Path, str]:
-    """File and variant of --config=FILE[:variant]."""
-    path, _, variant = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
-    return pathlib.Path(path), variant
+    train(cli.load_config(), _WORKDIR.value or default_workdir(), _INIT_FROM.value, _PROFILE.value)
 
 
 def default_workdir() -> str:
     """runs/X[-variant] for --config=configs/X.py[:variant]."""
-    path, variant = config_file()
+    path, variant = cli.config_file()
     return os.path.join("runs", path.stem + (f"-{variant}" if variant else ""))
 
 

@@ -192,9 +192,6 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packe
         first = jax.tree.map(lambda x: x[0], parts_of)
         return jax.lax.scan(add, zeros_like(of_part, params, first), parts_of)[0]
 
-    def all_finite(*values):
-        return jnp.isfinite(jnp.stack(values)).all()
-
     def step(state: TrainState, x0: Example):
         batch = corrupt_batch(process, mesh, config.seed, state.step, x0, config.data.infill_fraction)
         canvas = batch[2]
@@ -209,7 +206,7 @@ def make_train_step(config: ml_collections.ConfigDict, parts: Parts, mesh, packe
             params=params,
             ema=optim.update_ema(state.ema, params, config.optim.ema_decay, state.step),
             opt_state=opt_state,
-            finite=state.finite & all_finite(metrics["train/loss"], *norms.values()),
+            finite=state.finite & jnp.isfinite(jnp.stack([metrics["train/loss"], *norms.values()])).all(),
         )
         metrics |= {FINITE: after.finite, FLOPS: flops.of_step(state.params, process.spec, canvas.length)}
         kept = jax.tree.map(lambda new, old: jnp.where(after.finite, new, old), after, state)
@@ -240,8 +237,9 @@ def train(
     is_main = jax.process_index() == 0
     place = workdir_lib.opened(workdir)
     workdir_lib.check_resume(config, place)
-    if init_from is not None:
-        workdir_lib.read_config(workdir_lib.opened(init_from).directory)  # there must be a run, needed or not
+    other = None if init_from is None else workdir_lib.opened(init_from)
+    if other is not None:
+        workdir_lib.read_config(other.directory)  # there must be a run, whether it is needed or not
 
     parts = config_lib.build(config)
     check_splits(parts.task)  # reads the data: what is wrong with them comes before anything is written
@@ -254,7 +252,7 @@ def train(
             stack.enter_context(workdir_lib.sole_writer(place.directory))
             stack.callback(place.push)  # however it ends
         checkpointer = stack.enter_context(contextlib.closing(make_checkpointer(config, place)))
-        state, evaluation_due = restore(checkpointer, state, init_from)
+        state, evaluation_due = restore(checkpointer, state, other)
         start = int(state.step)
         if start > config.num_steps:
             raise ValueError(
@@ -449,7 +447,9 @@ def save(
         checkpointer.save(step, progress=progress, results=results, **trees)
 
 
-def restore(checkpointer: Checkpointer, state: TrainState, init_from: str | None) -> tuple[TrainState, bool]:
+def restore(
+    checkpointer: Checkpointer, state: TrainState, init_from: workdir_lib.Workdir | None
+) -> tuple[TrainState, bool]:
     """The latest checkpoint of the run, and whether its evaluation is due; without one, parameters of the run in
     `init_from`, or the fresh state."""
     step = checkpointer.latest_step()
@@ -460,7 +460,7 @@ def restore(checkpointer: Checkpointer, state: TrainState, init_from: str | None
         return dataclasses.replace(state, step=step, **items), progress.get("evaluation_due", False)
     if init_from is None:
         return state, False
-    other = Checkpointer(workdir_lib.opened(init_from).checkpoints)
+    other = Checkpointer(init_from.checkpoints)
     ema = other.restore_item(other.latest_step(), "ema", state.ema)
     other.close()
     return dataclasses.replace(state, params=ema, ema=jax.tree.map(jnp.copy, ema)), False

@@ -18,6 +18,7 @@ import ml_collections
 from etils import epath
 
 from dilm_jax import config as config_lib
+from dilm_jax.checkpoint import steps_in
 
 CHECKPOINTS, CONFIG, LOCK, PROFILE, SAMPLES = "checkpoints", "config.json", "lock", "profile", "samples"
 HEARTBEAT, NOT_FINITE, TENSORBOARD = "heartbeat.json", "not_finite", "tensorboard"
@@ -125,7 +126,7 @@ def write_config(config: ml_collections.ConfigDict, directory: pathlib.Path) -> 
 def check_resume(config: ml_collections.ConfigDict, workdir: Workdir) -> None:
     """Prints what differs from the config of the run in `workdir`, if it has a checkpoint to resume from. Raises
     ValueError if that makes it another run."""
-    if not any(step.name.isdigit() for step in workdir.checkpoints.glob("*")):
+    if not steps_in(workdir.checkpoints):
         return
     before, now = map(config_lib.flatten, (read_config(workdir.directory), config))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}

@@ -4,6 +4,8 @@ They are forked from a server that has imported everything and used no device, s
 Shape and type checks are off in them, as they are for users.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -13,6 +15,7 @@ import os
 import pathlib
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -105,6 +108,27 @@ def eval_card(workdir: pathlib.Path) -> dict:
     card = json.loads((workdir / "eval.json").read_text())
     assert card.pop("commit")
     return card
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'dilm_jax[tpu]'"
+)
+
+
+@contextlib.contextmanager
+def compiling_for_tpus(monkeypatch):
+    """A process of its own that can load libtpu on a host without a TPU: an executor."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # libtpu ends a process for flags that it does not know
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        yield other
 
 
 def on_eight_devices(test: Callable) -> Callable:

@@ -3,10 +3,7 @@
 Splash attention runs interpreted. cuDNN does not run here: what it is called with is tested, and that it is called.
 """
 
-import concurrent.futures
 import functools
-import importlib.util
-import multiprocessing
 import re
 
 import jax
@@ -255,13 +252,10 @@ def test_rows_and_heads_may_be_split():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiling for a TPU needs libtpu")
+@children.needs_libtpu
 def test_a_tpu_program_holds_no_logits_and_gathers_no_rows(monkeypatch):
     """Compiled for eight of them on a host that has none."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # libtpu ends a process for flags that it does not know
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+    with children.compiling_for_tpus(monkeypatch) as other:
         text, temporaries = other.submit(tpu_program, 1026, 16, 4).result()
     assert "tpu_custom_call" in text
     assert "all-gather" not in text

@@ -112,7 +112,7 @@ def test_characters_need_their_texts():
 
 
 def test_documents_are_longer_than_sentences():
-    lengths = compile_lib.typical_lengths(500, 1022)
+    lengths = compile_lib.typical_lengths(compile_lib.like(1022), 500, 1022)
     assert len(lengths) == 500 and 450 < lengths.mean() < 650 and lengths.max() <= 1022
 
 
@@ -237,16 +237,13 @@ def compiled(tmp_path, *argv):
     return result.out, json.loads((tmp_path / "rows.json").read_text())["rows"]
 
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'dilm_jax[tpu]'"
-)
 needs_cuda = pytest.mark.skipif(
     compile_lib.compiler("cuda") is None, reason="JAX's CUDA plugin is not installed: pip install 'dilm_jax[cuda13]'"
 )
 
 
 @pytest.mark.slow
-@needs_libtpu
+@children.needs_libtpu
 def test_a_step_for_tpus(tmp_path):
     """Of eight chips, and of two slices of four: memory is told, no logits are gathered, the noising stays at home."""
     argv = [TINY, "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--compare", "--topology=v5e:2x4,2*v5e:2x2"]
@@ -274,7 +271,7 @@ def check(row, devices, memory):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@children.needs_libtpu
 def test_a_step_that_is_too_large_is_made_to_fit(tmp_path):
     argv = [TINY, "--topology=v5e:1x1", "--config.batch_size=8192", "--config.model.num_layers=24"]
     out, (row,) = compiled(tmp_path, *argv)
@@ -284,7 +281,7 @@ def test_a_step_that_is_too_large_is_made_to_fit(tmp_path):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@children.needs_libtpu
 def test_sizes_that_no_slice_has_are_refused():
     before = functools.partial(os.unsetenv, "XLA_FLAGS")
     result = children.command("dilm_jax.compile", TINY, "--topology=v5e:3x3", before=before).result()

@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import threading
 import time
 import types
@@ -211,9 +210,7 @@ def together(number: int, argv, before, module: str = MAIN, cache=None) -> list[
     """Starts so many processes of a command."""
     if number == 1:
         return [children.command(module, *argv, before=before, cache=cache)]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        at = f"--coordinator=localhost:{free.getsockname()[1]}"
+    at = f"--coordinator=localhost:{children.free_port()}"
     who = [(at, f"--num_processes={number}", f"--process_id={i}") for i in range(number)]
     return [children.command(module, *argv, *each, before=before, cache=cache) for each in who]
 

@@ -1,15 +1,13 @@
 """Where devices come to lie on a mesh, those of several TPU slices above all."""
 
-import concurrent.futures
 import dataclasses
-import importlib.util
 import itertools
 import math
-import multiprocessing
 
 import pytest
 from jax.experimental import topologies
 
+import children
 from dilm_jax import sharding
 
 
@@ -64,12 +62,9 @@ def test_hosts_of_gpus_may_share_any_axis():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: dilm_jax[tpu]")
+@children.needs_libtpu
 def test_slices_that_libtpu_describes(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # libtpu ends a process for flags that it does not know
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+    with children.compiling_for_tpus(monkeypatch) as other:
         assert other.submit(slices_of_rows, 2).result() == [[0], [0], [1], [1]]
         assert other.submit(slices_of_rows, 1).result() == [[None]] * 4
 

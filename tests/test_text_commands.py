@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import socket
 
 import jax
 import numpy as np
@@ -94,10 +93,7 @@ def test_evaluation_counts_every_text_once_on_any_number_of_processes(tmp_path, 
     command(MAIN, tmp_path / "run", *argv, cache=cache)
     cards = {"few at a time": evaluate_numbered(tmp_path / "run", 16), 1: evaluate_numbered(tmp_path / "run", 64)}
     for number in (2, 4):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        args = (number, port, str(tmp_path / "run"))
+        args = (number, children.free_port(), str(tmp_path / "run"))
         processes = [children.Child(evaluate_as_process, index, *args) for index in range(number)]
         results = [process.result() for process in processes]
         assert not any(result.code for result in results), [(result.code, result.err[-2000:]) for result in results]

@@ -683,13 +683,13 @@ def test_init_from_takes_the_averaged_parameters_and_nothing_else(smoke_runs, tm
     zeros = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract))
     checkpointer = checkpoint.Checkpointer(tmp_path, keep=1)
 
-    state, _ = train.restore(checkpointer, zeros, str(smoke_runs["joint"]))
+    state, _ = train.restore(checkpointer, zeros, workdir_lib.Workdir(smoke_runs["joint"]))
     jax.tree.map(np.testing.assert_array_equal, state, zeros.replace(params=run.params, ema=run.params))
     assert train.restore(checkpointer, zeros, None) == (zeros, False)
 
     train.save(checkpointer, zeros.replace(step=jnp.int32(5)))
     checkpointer.wait()
-    restored, evaluation_due = train.restore(checkpointer, zeros, str(smoke_runs["joint"]))
+    restored, evaluation_due = train.restore(checkpointer, zeros, workdir_lib.Workdir(smoke_runs["joint"]))
     assert int(restored.step) == 5 and not evaluation_due
 
 
