@@ -41,12 +41,16 @@ def test_a_workdir_that_cannot_be_made_is_told_in_one_line(tmp_path, cache, path
     assert result.err.count("\n") == 1
 
 
+def set_variables(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
 @pytest.mark.slow
 def test_a_run_in_a_bucket_is_the_run_in_a_directory(tmp_path, cache):
     """Trained in two goes, evaluated, and its parameters taken by another run."""
     pytest.importorskip("gcsfs")
     with gcs.served() as (bucket, variables):
-        there = functools.partial(os.environ.update, variables)
+        there = functools.partial(set_variables, variables)
 
         def run(module, *argv):
             result = children.command(module, *argv, cache=cache, before=there).result()
