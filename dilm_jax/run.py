@@ -258,7 +258,7 @@ def load(workdir: str, checkpoint: int | None = None, **sampling: Any) -> Run:
     """
     train.check_float32()
     place = workdir_lib.opened(workdir)
-    config = workdir_lib.read_config(place.directory)
+    config = workdir_lib.read_config(place)
     config.mesh.update({"data": -1, "fsdp": 1, "tensor": 1})  # the devices of this machine, not of the training
     config = _override(config, sampling)
     parts = config_lib.build(config, place.directory)

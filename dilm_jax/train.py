@@ -239,7 +239,7 @@ def train(
     workdir_lib.check_resume(config, place)
     other = None if init_from is None else workdir_lib.opened(init_from)
     if other is not None:
-        workdir_lib.read_config(other.directory)  # there must be a run, whether it is needed or not
+        workdir_lib.read_config(other)  # there must be a run, whether it is needed or not
 
     parts = config_lib.build(config)
     check_splits(parts.task)  # reads the data: what is wrong with them comes before anything is written

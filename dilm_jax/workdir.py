@@ -34,6 +34,10 @@ class Workdir:
     bucket: epath.Path | None = None
     _pushed: dict[pathlib.Path, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """As the user names it."""
+        return str(self.bucket or self.directory)
+
     @property
     def checkpoints(self) -> epath.Path:
         return (self.bucket or epath.Path(self.directory.absolute())) / CHECKPOINTS
@@ -105,17 +109,17 @@ def sole_writer(directory: pathlib.Path):
         yield
 
 
-def read_config(directory: pathlib.Path) -> ml_collections.ConfigDict:
-    """The config of the run in a directory. Raises ValueError, naming the file, if there is none that can be read."""
-    path = directory / CONFIG
+def read_config(workdir: Workdir) -> ml_collections.ConfigDict:
+    """The config of the run there. Raises ValueError, naming the file, if there is none that can be read."""
+    path, named = workdir.directory / CONFIG, f"{workdir}/{CONFIG}"
     if not path.is_file():
         raise ValueError(
-            f"no run in {directory}: {path} is missing; train one with python -m dilm_jax.main, or fix the path"
+            f"no run in {workdir}: {named} is missing; train one with python -m dilm_jax.main, or fix the path"
         )
     try:
         return config_lib.from_json(json.loads(path.read_text("utf-8")))
     except ValueError as error:  # also what json and the decoder raise
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{named} cannot be read: {error}") from None
 
 
 def write_config(config: ml_collections.ConfigDict, directory: pathlib.Path) -> None:
@@ -128,13 +132,13 @@ def check_resume(config: ml_collections.ConfigDict, workdir: Workdir) -> None:
     ValueError if that makes it another run."""
     if not steps_in(workdir.checkpoints):
         return
-    before, now = map(config_lib.flatten, (read_config(workdir.directory), config))
+    before, now = map(config_lib.flatten, (read_config(workdir), config))
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     for key in sorted(changed):
         old, new = changed[key]
         if key.split(".")[0] in config_lib.FIXED_ON_RESUME and key not in config_lib.FREE_ON_RESUME:
             raise ValueError(
-                f"{workdir.bucket or workdir.directory} was trained with {key} = {old}, now {new}: that is another "
+                f"{workdir} was trained with {key} = {old}, now {new}: that is another "
                 "run; use another workdir, with --init_from to start from these parameters"
             )
         if jax.process_index() == 0:

@@ -73,6 +73,8 @@ def test_a_run_in_a_bucket_is_the_run_in_a_directory(tmp_path, cache):
         assert "a/run/samples/test.jsonl" in bucket.objects and "a/run/lock" not in bucket.objects
         other = run(MAIN, SMOKE, "--workdir=gs://bucket/b", "--init_from=gs://bucket/a/run", "--config.num_steps=2")
         assert "steps 0 to 2" in other.err
+        nowhere = children.command(EVALUATE, "--workdir=gs://bucket/nowhere", cache=cache, before=there).result()
+        assert nowhere.code == 2 and "no run in gs://bucket/nowhere: gs://bucket/nowhere/config.json" in nowhere.err
 
 
 # --- Which checkpoints are kept --------------------------------------------------------------------------------------
